@@ -4,13 +4,14 @@ import os
 import signal
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
 import torch.distributed as dist
 
-from smalti.parallel import GlooCommunicator, RankWork, describe_work
+from smalti.parallel import GlooCommunicator, RankWork, describe_work, run_on_all_ranks
 from smalti.parallel.late_ranks import Presence
 from smalti.types import World
 from support.forked_ranks import forked_processes
@@ -105,3 +106,27 @@ def test_a_rank_that_shows_no_sign_of_life_is_given_up(pair):
 def test_ranks_whose_messages_do_not_arrive_do_not_wait_for_ever(pair):
     ends = pair.run(wait_for_each_other)
     assert "all ranks wait for each other: their messages do not arrive" in ends
+
+
+def save_slowly(seconds: float) -> list[str]:
+    """Rank 0 takes longer to write its part, in the thread that saves, while its loop waits for nobody."""
+    describe_work(lambda: RankWork(doing="training", idle=NEVER, limit=0))
+    describe_work(lambda: RankWork(doing="saving"), "saving")
+    world = World(rank=dist.get_rank(), size=dist.get_world_size())
+    presence = Presence(world.rank, world.size, TIMEOUT, "saving")
+    presence.start()
+    ranks = GlooCommunicator(world=world, group=dist.new_group(backend="gloo"), presence=presence)
+    with ThreadPoolExecutor(1) as saving:
+        answers = saving.submit(run_on_all_ranks, ranks, lambda: write_part(world, seconds)).result()
+    presence.close()
+    return answers
+
+
+def write_part(world: World, seconds: float) -> str:
+    if world.is_main:
+        time.sleep(seconds)
+    return f"part {world.rank}"
+
+
+def test_a_rank_that_saves_for_longer_is_waited_for_by_the_threads_that_save(pair):
+    assert pair.run(save_slowly, LATE) == [["part 0", "part 1"]] * 2

@@ -13,12 +13,12 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
+from typing import Literal
 
 from smalti.parallel.progress_board import ProgressBoard
 
 _SECONDS = 5.0
 """How often a rank gives a sign of life, at most: a request to the store each."""
-_PREFIX = "smalti/presence"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,26 +47,35 @@ class SignOfLife:
         return cls(number=values["number"], calls=values["calls"], work=RankWork(**values["work"]))
 
 
-class _Source:
-    """Where the work of this process is known; until then it has to come within the time-out."""
-
-    def __init__(self) -> None:
-        self.begun = time.monotonic()
-        self.describe: Callable[[], RankWork] = lambda: RankWork(doing="starting", idle=time.monotonic() - self.begun, limit=0)
+Thread = Literal["training", "saving"]
+"""Which thread of a rank makes collective calls: that of the loop, or the one that saves while the loop trains."""
+_begun = time.monotonic()
+_descriptions: dict[Thread, Callable[[], RankWork]] = {}
 
 
-_source = _Source()
+def describe_work(describe: Callable[[], RankWork], thread: Thread = "training") -> None:
+    """Let other ranks know what this thread does. `describe` is called in another thread, several times a minute.
+
+    Until then a rank has to come within the time-out.
+    """
+    _descriptions[thread] = describe
 
 
-def describe_work(describe: Callable[[], RankWork]) -> None:
-    """Let other ranks know what this one does. `describe` is called in another thread, several times a minute."""
-    _source.describe = describe
+def _work_of(thread: Thread) -> RankWork:
+    if (describe := _descriptions.get(thread)) is not None:
+        return describe()
+    return RankWork(doing="starting", idle=time.monotonic() - _begun, limit=0)
 
 
 class Presence:
-    """The signs of life of this rank, and those of the others. `timeout` is that of the process group, in seconds."""
+    """The signs of life of this rank, and those of the others. `timeout` is that of the process group, in seconds.
 
-    def __init__(self, rank: int, size: int, timeout: float) -> None:
+    `thread` is the one that makes the calls.
+    """
+
+    def __init__(self, rank: int, size: int, timeout: float, thread: Thread = "training") -> None:
+        self._thread = thread
+        self._prefix = f"smalti/presence/{thread}"
         self.rank = rank
         self.size = size
         self.timeout = timeout
@@ -76,7 +85,7 @@ class Presence:
 
     def start(self) -> None:
         """Give signs of life from now on. The process group exists."""
-        board = ProgressBoard.create(self.rank, _PREFIX)
+        board = ProgressBoard.create(self.rank, self._prefix)
         assert board is not None, "there is a process group"
         threading.Thread(target=self._publish, args=(board,), name="smalti-presence", daemon=True).start()
 
@@ -91,7 +100,7 @@ class Presence:
     def read(self) -> dict[int, SignOfLife]:
         """The latest sign of life of each rank, as far as the store answers. For the thread that makes collective calls."""
         if self._board is None:
-            self._board = ProgressBoard.create(self.rank, _PREFIX)
+            self._board = ProgressBoard.create(self.rank, self._prefix)
         found: dict[int, SignOfLife] = {}
         for rank, text in self._board.read(self.size).items() if self._board is not None else ():
             with suppress(ValueError, TypeError, KeyError):  # of another version
@@ -102,7 +111,7 @@ class Presence:
         number = 0
         while True:
             number += 1
-            sign = SignOfLife(number=number, calls=self._calls, work=_source.describe())
+            sign = SignOfLife(number=number, calls=self._calls, work=_work_of(self._thread))
             board.publish(json.dumps(asdict(sign)))
             if self._over.wait(min(_SECONDS, self.timeout / 10)):
                 return

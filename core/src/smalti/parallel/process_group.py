@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from smalti.config import Config, LaunchOptions
 from smalti.parallel.gloo import GlooCommunicator
-from smalti.parallel.late_ranks import Presence
+from smalti.parallel.late_ranks import Presence, Thread
 from smalti.parallel.precision import in_bf16
 from smalti.parallel.protocol import AbortableCommunicator, Communicator, TrainingState
 from smalti.parallel.state import ModelState
@@ -60,13 +60,9 @@ class ProcessGroupParallel(ABC):
         if not dist.is_initialized() and (self._world.size > 1 or single):
             _join(self._world, self.timeout)
         gloo_only = dist.is_initialized() and dist.get_backend() == "gloo"
-        self._presence: Presence | None = None
+        self._presences: list[Presence] = []
         messages = GlooCommunicator(world=self._world, group=dist.group.WORLD) if gloo_only else self._new_communicator()
-        if self._world.size > 1:
-            self._presence = Presence(self._world.rank, self._world.size, self.timeout.total_seconds())
-            self._presence.start()
-            messages = replace(messages, presence=self._presence)
-        self._messages = messages
+        self._messages = self._patient(messages, "training")
 
     # --- communicator -----------------------------------------------------------------------------------------------
 
@@ -84,7 +80,7 @@ class ProcessGroupParallel(ABC):
         self._messages.barrier()
 
     def background_communicator(self) -> AbortableCommunicator:
-        return self._new_communicator()
+        return self._patient(self._new_communicator(), "saving")
 
     def local_communicator(self) -> Communicator | None:
         """None: no rank holds the whole state."""
@@ -94,6 +90,15 @@ class ProcessGroupParallel(ABC):
         several = self._world.size > 1
         group = dist.new_group(backend="gloo", timeout=self.timeout) if several else None
         return GlooCommunicator(world=self._world, group=group)
+
+    def _patient(self, communicator: GlooCommunicator, thread: Thread) -> GlooCommunicator:
+        """The same, but its calls, which this thread makes, wait for ranks that work."""
+        if self._world.size == 1:
+            return communicator
+        presence = Presence(self._world.rank, self._world.size, self.timeout.total_seconds(), thread)
+        presence.start()
+        self._presences.append(presence)
+        return replace(communicator, presence=presence)
 
     # --- model and optimizer ----------------------------------------------------------------------------------------
 
@@ -164,8 +169,8 @@ class ProcessGroupParallel(ABC):
 
     def close(self) -> None:
         """Leave together with the others: a rank that disappears while another still sends to it aborts that one."""
-        if self._presence is not None:
-            self._presence.close()
+        for presence in self._presences:
+            presence.close()
         if dist.is_initialized():
             _closed.append(dist.group.WORLD)
             dist.destroy_process_group()

@@ -38,7 +38,12 @@ from .files import (
     write_json_atomically as write_json_atomically,
 )
 from .imports import importing as importing, keep_imports as keep_imports
-from .liveness import exit_within as exit_within, latest_progress as latest_progress, note_progress as note_progress
+from .liveness import (
+    exit_within as exit_within,
+    latest_progress as latest_progress,
+    note_progress as note_progress,
+    seconds_without_progress as seconds_without_progress,
+)
 from .lost_peers import LostPeers as LostPeers, read_lost_peers as read_lost_peers, write_lost_peers as write_lost_peers
 from .parent import PARENT_VARIABLE as PARENT_VARIABLE, die_with_parent as die_with_parent
 from .process import Process as Process, raise_open_files_limit as raise_open_files_limit

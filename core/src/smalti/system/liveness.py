@@ -43,6 +43,11 @@ def note_progress() -> None:
     _progress.note()
 
 
+def seconds_without_progress() -> float:
+    """Since the latest progress of a save in this process, or since its start."""
+    return _progress.age()
+
+
 def exit_within(seconds: float, code: int) -> None:
     """Exit this process with `code` if it has not ended, and its save has made no progress, for `seconds`.
 

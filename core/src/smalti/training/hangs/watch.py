@@ -19,7 +19,7 @@ from statistics import median
 
 from smalti.config import RunOptions, deadlines_of
 from smalti.parallel import ProgressBoard, RankWork, describe_work
-from smalti.system import Process, StackDumps, current_hook
+from smalti.system import Process, StackDumps, current_hook, seconds_without_progress
 from smalti.training.failures.step_times import StepTimes
 from smalti.training.hangs.deadlines import Deadlines
 from smalti.training.hangs.flight_recorder import Call, last_calls, own_dump
@@ -91,6 +91,7 @@ class HangWatch:
     def start(self) -> None:
         self._stacks.open()
         describe_work(self._work)
+        describe_work(self._saving, "saving")
         threading.Thread(target=self._watch, name="smalti-hangs", daemon=True).start()
 
     def note_step(self, seconds: float, forward_seconds: float | None) -> None:
@@ -165,7 +166,13 @@ class HangWatch:
         phase, hook = self._info.phases.current, current_hook()
         limit = self._deadlines.seconds(phase.name, p95=None if hook else self._steps.p95) if phase is not None else 0.0
         doing = ", ".join(filter(None, (f"{phase}" if phase is not None else "starting", hook)))
-        return RankWork(doing=doing, idle=time.monotonic() - self._info.phases.active_at, limit=limit)
+        idle = time.monotonic() - self._info.phases.active_at
+        if phase is not None and phase.name == "saving":
+            idle = min(idle, seconds_without_progress())
+        return RankWork(doing=doing, idle=idle, limit=limit)
+
+    def _saving(self) -> RankWork:
+        return RankWork(doing="saving", idle=seconds_without_progress(), limit=self._deadlines.seconds("saving"))
 
     def _place(self, calls: tuple[Call, ...]) -> tuple[str, bool]:
         """Where the main thread is, the innermost function that is Python's, and whether it waits for other ranks."""
