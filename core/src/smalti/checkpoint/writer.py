@@ -33,6 +33,7 @@ from smalti.checkpoint.relay import Relay
 from smalti.checkpoint.snapshot import Snapshot
 from smalti.errors import CheckpointError, ExitCode, UserError
 from smalti.parallel import Communicator, RankError, run_on_all_ranks, run_on_main_rank, use_device
+from smalti.rundir import wait_for_directory
 from smalti.system import files
 from smalti.types import Checkpoint, World
 
@@ -159,7 +160,8 @@ def _open(store: CheckpointStore, snapshot: Snapshot, communicator: Communicator
     opened = _Opened(directory=directory, seen=[])
 
     def check() -> str:
-        if not directory.is_dir():
+        late = not main and snapshot.relay is None
+        if not (wait_for_directory(directory, store.root.parent) if late else directory.is_dir()):
             return ""
         if main:
             opened.free = files.free_bytes(directory)  # before any rank writes

@@ -34,12 +34,10 @@ from smalti.errors import InvalidOptionError, PreflightError, UserError
 from smalti.launch.network import route_to
 from smalti.launch.plan import DEFAULT_PORT
 from smalti.plugins import Plugins
-from smalti.rundir import EventWriter
+from smalti.rundir import PREFLIGHT_REPORT, EventWriter
 from smalti.system import write_json_atomically
 from smalti.types import Finding
 
-REPORT = "preflight.json"
-"""In the folder `nodes` of the run directory: the last report that node 0 has made."""
 _UNREACHABLE_SECONDS = 15.0
 """A node whose files node 0 sees, but which cannot connect for this long, does not start."""
 
@@ -120,7 +118,7 @@ class NodeChecks:
         """
         if self._service is None:
             return
-        path, full = self._folder / REPORT, self._options.preflight == "full"
+        path, full = self._folder.parent / PREFLIGHT_REPORT, self._options.preflight == "full"
         last = read_report(self._folder.parent)
         report = check_nodes(self._service, bandwidth=full, devices=full, last=last, progress=_print)
         with suppress(OSError):
@@ -208,7 +206,7 @@ def summary(report: NodesReport) -> str:
 def read_report(directory: Path) -> NodesReport | None:
     """The report that an earlier launch has left in this run directory; None if there is none, or one of another version."""
     try:
-        return NodesReport.of_json(json.loads((directory / "nodes" / REPORT).read_bytes()))
+        return NodesReport.of_json(json.loads((directory / PREFLIGHT_REPORT).read_bytes()))
     except (OSError, ValueError, TypeError, KeyError):
         return None
 

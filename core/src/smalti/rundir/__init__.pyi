@@ -41,6 +41,11 @@ from .ownership import Ownership as Ownership
 from .phases import Phase as Phase, PhaseName as PhaseName, Phases as Phases
 from .png import image_settings as image_settings, save_image as save_image, write_png as write_png
 from .recent import SmoothedMetrics as SmoothedMetrics, seconds_for as seconds_for
+from .visibility import (
+    PREFLIGHT_REPORT as PREFLIGHT_REPORT,
+    visible_seconds as visible_seconds,
+    wait_for_directory as wait_for_directory,
+)
 from .writer import (
     ATTEMPT_VARIABLE as ATTEMPT_VARIABLE,
     STOPPED_EARLY as STOPPED_EARLY,

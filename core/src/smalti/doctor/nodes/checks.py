@@ -20,7 +20,7 @@ VISIBLE_SECONDS = 90.0
 """How long files of other nodes may take to be seen."""
 _LATE_SECONDS = 5.0
 _ANSWER_SECONDS = 30.0
-_TRANSFER_SECONDS = 1.0
+_TRANSFER_SECONDS = 0.4
 _MEASURE_SECONDS = 10.0
 _SLOW = 0.7
 """A rate below this part of the median, or of the last one, is reported."""
