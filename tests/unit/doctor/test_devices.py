@@ -117,7 +117,9 @@ def test_each_device_is_described_and_one_that_cannot_compute_is_an_error(monkey
     whole = {"index": 0, "name": "NVIDIA H100", "memory": 80 << 30, "free": 79 << 30, "capability": "9.0", "uuid": "aa"}
     broken = {"index": 1, "name": "NVIDIA H100", "capability": "9.0", "uuid": "bb", "error": "uncorrectable ECC error"}
     old = {"index": 2, "name": "GeForce GTX 1080", "capability": "6.1", "uuid": "cc"}
-    torch = child(kind="cuda", devices=[whole, broken, old], compiled_for=["sm_75", "sm_90", "compute_90"])
+    torch = child(
+        kind="cuda", devices=[whole, broken, old], compiled_for=["sm_75", "sm_90", "compute_90"], without_peer_access=[[0, 1]]
+    )
     gpus = tuple(
         NvidiaGpu(index=index, name="G", uuid=uuid, memory=1, used=0, driver="1", mig=False)
         for index, uuid in enumerate(("aa", "bb", "cc", "dd"))
@@ -128,6 +130,7 @@ def test_each_device_is_described_and_one_that_cannot_compute_is_an_error(monkey
         "cuda:1 NVIDIA H100 cannot compute: uncorrectable ECC error",
         "cuda:2 GeForce GTX 1080 has compute capability 6.1, for which torch 2.13.0 is not compiled",
     ]
+    assert found["note"] == ["1 of 3 pairs of GPUs cannot read each other's memory: they exchange data through host memory"]
     assert found["warning"] == ["nvidia-smi lists 4 GPUs, and torch sees 3; not GPU 3 (G)"]
 
 

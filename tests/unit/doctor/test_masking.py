@@ -7,9 +7,11 @@ import zipfile
 import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
 
+from smalti.config import draft
 from smalti.doctor.bundle import write_bundle
 from smalti.doctor.masking import Mask, is_secret_name
 from smalti.doctor.report import Report, Section
+from smalti.plugins import Selection, load_plugins, schema_of
 from smalti.rundir import RunDirectory
 from smalti.types import Finding
 
@@ -115,3 +117,16 @@ def test_ordinary_texts_stay_as_they_are():
 )
 def test_names_of_secrets(name, secret):
     assert is_secret_name(name) is secret
+
+
+@pytest.mark.parametrize("in_a_file", [False, True])
+def test_what_stands_for_env_and_addresses_of_receivers_are_replaced_though_their_names_say_nothing(tmp_path, in_a_file):
+    endpoints = json.dumps([{"url": "https://example.org/hook/very-hidden"}])
+    (tmp_path / "webhooks.json").write_text(endpoints)
+    given = str(tmp_path / "webhooks.json") if in_a_file else endpoints
+    environment = {"PHRASE": "an unusual phrase", "SMALTI_WEBHOOK_CONFIG": given}
+    schema = schema_of(load_plugins(Selection(only=("toy", "webhooks"))))
+    config = draft(schema, ["--instance_prompt={env:PHRASE}", "--seed=-1"], environment=environment)
+    assert config.problems
+    masked = Mask.of_run(config, environment).text("prompt: an unusual phrase; https://example.org/hook/very-hidden: 410 Gone")
+    assert masked == "prompt: ***; ***: 410 Gone"

@@ -9,12 +9,16 @@ import re
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
+from typing import cast
 from urllib.parse import quote, quote_plus
 
 from smalti.config import PREFIX, Config
 from smalti.errors import InvalidOptionError
 
 MASKED = "***"
+_ADDRESS = re.compile(r"https?://[^\s\"'<>\\]+")
+"""In options that may hold secrets, and in files that they name, an address of a receiver is one."""
+_SMALL = 1 << 20
 _SHORTEST = 6
 """Shorter values are no usable secrets, and replacing them would damage other texts."""
 _SECRET_NAME = re.compile(
@@ -71,11 +75,12 @@ class Mask:
         for name, option in config.schema.options.items():
             if option.secret is False:
                 continue
+            values = [environment.get(f"{PREFIX}{name.upper()}")]
             with suppress(InvalidOptionError):
-                value = config.value(name)
-                if value is not None and option.is_secret(value):
-                    known.append(str(value))
-            known += [value] if (value := environment.get(f"{PREFIX}{name.upper()}")) else []
+                values.append(cast(str | None, config.value(name)))
+            for value in filter(None, map(str, filter(None, values))):
+                known += [value] if option.is_secret(value) else []
+                known += _ADDRESS.findall(f"{value} {_small_file(value)}")
         return cls.of_node(known, environment)
 
     def text(self, text: str) -> str:
@@ -128,6 +133,15 @@ def _assignment(match: re.Match[str]) -> str:
         return match[0]
     mark = value[0] if value[0] in "\"'" else ""
     return f"{match['name']}{match['equals']}{mark}{MASKED}{mark}"
+
+
+def _small_file(name: str) -> str:
+    """The content of the file of this name; "" if there is none, or it is large."""
+    with suppress(OSError, ValueError, RuntimeError):
+        path = Path(name).expanduser()
+        if path.is_file() and path.stat().st_size < _SMALL:
+            return path.read_text(encoding="utf-8", errors="replace")
+    return ""
 
 
 def _in_files(environment: Mapping[str, str]) -> list[str]:

@@ -47,6 +47,8 @@ def torch_facts(in_use: Collection[str] = ()) -> dict[str, object]:
         "warnings": [str(each.message).strip().splitlines()[0] for each in said],
         "devices": [_device(torch, kind, index, in_use) for index in range(_count(torch, kind))],
     }
+    if kind == "cuda":
+        facts["without_peer_access"] = _without_peer_access(torch)
     if torch.version.cuda:
         facts["compiled_for"] = list(torch.cuda.get_arch_list())
         with suppress(RuntimeError, AttributeError):
@@ -58,6 +60,17 @@ def torch_facts(in_use: Collection[str] = ()) -> dict[str, object]:
 
 def _count(torch: ModuleType, kind: str) -> int:
     return 0 if kind == "cpu" else int(torch.accelerator.device_count())
+
+
+def _without_peer_access(torch: ModuleType) -> list[list[int]]:
+    """The pairs of devices that cannot read each other's memory."""
+    count, found = _count(torch, "cuda"), []
+    with suppress(AttributeError, RuntimeError, AssertionError):
+        for first in range(count):
+            for second in range(first + 1, count):
+                if not torch.cuda.can_device_access_peer(first, second):
+                    found.append([first, second])
+    return found
 
 
 def _device(torch: ModuleType, kind: str, index: int, in_use: Collection[str]) -> dict[str, object]:

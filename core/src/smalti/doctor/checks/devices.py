@@ -199,6 +199,13 @@ def _of_devices(facts: Mapping[str, object], driver: NvidiaDriver | None) -> Ite
     found = cast(Sequence[Mapping[str, Any]], facts["devices"])
     for each in found:
         yield _of_device(facts, each)
+    if pairs := cast(Sequence[Sequence[int]], facts.get("without_peer_access", ())):
+        possible = len(found) * (len(found) - 1) // 2
+        which = "no two GPUs can" if len(pairs) == possible else f"{len(pairs)} of {possible} pairs of GPUs cannot"
+        message = f"{which} read each other's memory: they exchange data through host memory"
+        yield Finding(
+            check="devices", level="note", message=message, fix="usual without NVLink; else see `nvidia-smi topo -p2p r`"
+        )
     if driver is None or facts["kind"] != "cuda" or facts.get("hip"):
         return
     if len(driver.gpus) > len(found) and "CUDA_VISIBLE_DEVICES" not in os.environ:
