@@ -8,7 +8,7 @@ from pydantic import ValidationError
 from smalti.config import RunOptions, deadlines_of
 from smalti.training.hangs.deadlines import Deadlines
 from smalti.training.hangs.flight_recorder import last_calls, sentence
-from smalti.training.hangs.rank_progress import RankProgress, described, standstill
+from smalti.training.hangs.rank_progress import OwnTime, RankProgress, described, standstill
 
 NOW = 10_000.0
 
@@ -41,6 +41,21 @@ def test_deadlines_are_given_as_pairs_and_others_are_refused():
     for wrong in ("train=3", "training", "training=-1", "training=soon"):
         with pytest.raises(ValidationError, match="is not"):
             RunOptions(phase_deadlines=(wrong,))
+
+
+def test_a_rank_whose_clock_differs_is_late_only_when_its_record_does_not_change():
+    def seen(ago: float, *, skew: float, at: float, own: OwnTime) -> float:
+        """For how many seconds a rank has made no progress, by a record that it has published so long ago."""
+        published = at - ago + skew
+        record = RankProgress(phase="training", since=published, active=published - 5, published=published)
+        return at - own.translate(0, record, at, at - NOW).active
+
+    for skew in (-600, 0, 600):
+        own = OwnTime(20)
+        assert 5 <= seen(0, skew=skew, at=NOW, own=own) <= 25
+        assert [seen(0, skew=skew, at=NOW + after, own=own) for after in (10, 20)] == [5, 5]
+        assert [seen(ago, skew=skew, at=NOW + 20 + ago, own=own) for ago in (10, 20, 90)] == [15, 25, 95]
+    assert seen(15, skew=0, at=NOW, own=OwnTime(20)) == 20, "clocks that agree say how old the first record is"
 
 
 @pytest.mark.parametrize(

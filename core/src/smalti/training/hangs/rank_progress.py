@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from smalti.system import Process
@@ -38,6 +38,28 @@ class RankProgress:
 def process_of(rank: RankProgress) -> Process:
     """The process of a rank."""
     return Process(**rank.process)
+
+
+class OwnTime:
+    """Translates records of other ranks, whose clocks may differ, into the time of this one.
+
+    What counts is when this rank has seen a record for the first time. For one that it did not look for before, the times say
+    how old it is, but at most `longest` seconds: a rank that lives publishes more often.
+    """
+
+    def __init__(self, longest: float) -> None:
+        self._longest = longest
+        self._seen: dict[int, tuple[float, float, float]] = {}
+
+    def translate(self, rank: int, known: RankProgress, now: float, steady: float) -> RankProgress:
+        """A record that was read at the time `now`, which is `steady` by the clock that nobody sets."""
+        published, began, looked = self._seen.get(rank, (0.0, 0.0, float("-inf")))
+        if published != known.published:
+            unknown = steady - looked > self._longest
+            began = steady - (min(max(0.0, now - known.published), self._longest) if unknown else 0.0)
+        self._seen[rank] = (known.published, began, steady)
+        shift = now - (steady - began) - known.published
+        return replace(known, published=known.published + shift, active=known.active + shift, since=known.since + shift)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -23,7 +23,7 @@ from smalti.system import Process, StackDumps, current_hook, seconds_without_pro
 from smalti.training.failures.step_times import StepTimes
 from smalti.training.hangs.deadlines import Deadlines
 from smalti.training.hangs.flight_recorder import Call, last_calls, own_dump
-from smalti.training.hangs.rank_progress import RankProgress, Standstill, described, process_of, standstill
+from smalti.training.hangs.rank_progress import OwnTime, RankProgress, Standstill, described, process_of, standstill
 from smalti.training.hangs.report import report_hang, report_waiting
 from smalti.training.hangs.stragglers import Stragglers
 from smalti.types import RankInfo, RunState
@@ -79,6 +79,7 @@ class HangWatch:
         self._board = board
         self._stops = stops
         self._pace = max(0.02, min([1.0, *(seconds / 60 for seconds in deadlines.given.values() if seconds)]))
+        self._own_time = OwnTime(2 * PUBLISH_SECONDS * self._pace)
         self._stacks = StackDumps()
         self._process = Process.current()
         self._watched = threading.main_thread().ident or 0
@@ -218,10 +219,11 @@ class HangWatch:
 
     def _read(self) -> dict[int, RankProgress]:
         known: dict[int, RankProgress] = {}
+        now, steady = time.time(), time.monotonic()
         texts = self._board.read(self._info.world.size) if self._board is not None else {}
         for rank, text in texts.items():
             with suppress(ValueError, TypeError):
-                known[rank] = RankProgress(**json.loads(text))
+                known[rank] = self._own_time.translate(rank, RankProgress(**json.loads(text)), now, steady)
         return known
 
     def _hang(self, found: Standstill, ranks: dict[int, RankProgress], now: float) -> None:
