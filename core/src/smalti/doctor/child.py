@@ -12,6 +12,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Literal, cast
 
+from smalti.system import PARENT_VARIABLE
+
 _REAP_SECONDS = 2.0
 """A killed process that waits for a driver does not end. It is left behind."""
 
@@ -33,7 +35,8 @@ def run_in_child(
 ) -> ChildResult:
     """Run `python -m module` in a process group of its own, which is killed after this time.
 
-    The current folder is not searched for modules, so that a file of the user's cannot take the place of a library.
+    The module calls `smalti.system.die_with_parent`, so that it does not outlive this process, also after Ctrl-C. The current
+    folder is not searched for modules, so that a file of the user's cannot take the place of a library.
     """
     process = subprocess.Popen(
         [sys.executable, "-P", "-m", module, *arguments],
@@ -41,7 +44,7 @@ def run_in_child(
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         start_new_session=True,
-        env=None if environment is None else {**os.environ, **environment},
+        env={**os.environ, **(environment or {}), PARENT_VARIABLE: str(os.getpid())},
     )
     try:
         output, errors = process.communicate(timeout=seconds)

@@ -19,6 +19,7 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 from smalti.doctor.checks.processor import processor_name
+from smalti.system import die_with_parent
 
 if TYPE_CHECKING:
     import torch
@@ -206,4 +207,5 @@ def _identity(device: torch.device) -> tuple[str, str]:
 
 
 if __name__ == "__main__":
+    die_with_parent()
     print(json.dumps(asdict(measure_device(int(sys.argv[1]), float(sys.argv[2])))))

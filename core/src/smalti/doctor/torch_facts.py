@@ -12,6 +12,8 @@ from collections.abc import Collection
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
+from smalti.system import die_with_parent
+
 if TYPE_CHECKING:
     from types import ModuleType
 
@@ -100,4 +102,5 @@ def _device(torch: ModuleType, kind: str, index: int, in_use: Collection[str]) -
 
 
 if __name__ == "__main__":
+    die_with_parent()
     print(json.dumps(torch_facts(sys.argv[1:])))

@@ -15,6 +15,7 @@ from smalti.data import check_sources
 from smalti.errors import InvalidOptionError, Problem, UserError, problems_in
 from smalti.launch import check_accelerators, find_problems
 from smalti.parallel import accelerator_kind
+from smalti.system import die_with_parent
 
 
 def problems(arguments: Sequence[str]) -> tuple[list[Problem], str]:
@@ -45,6 +46,7 @@ def _collected(checks: Sequence[Callable[[], object]]) -> list[Problem]:
 
 
 def main() -> None:
+    die_with_parent()
     found, unchecked = problems(sys.argv[1:])
     print(json.dumps({"problems": [each.as_json() for each in found], "unchecked": unchecked}))
 
