@@ -41,6 +41,8 @@ _OF_OTHER_COMMANDS = (
     *_OF_JOBS,
     "gpu",
     "gpus",
+    "quick",
+    "rehearse",
     "abort_abandoned",
     "apply",
     "bundle",

@@ -21,7 +21,7 @@ def caches(tmp_path_factory):
 
 
 def planned(*arguments):
-    return CliRunner().invoke(smalti, ["plan", *TOY, *arguments], catch_exceptions=False, standalone_mode=False)
+    return CliRunner().invoke(smalti, ["plan", *TOY, "--quick", *arguments], catch_exceptions=False, standalone_mode=False)
 
 
 def test_the_best_way_is_first_and_its_options_are_given():

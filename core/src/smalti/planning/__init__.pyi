@@ -14,6 +14,12 @@ from .records import (
     RehearsalError as RehearsalError,
     Traffic as Traffic,
 )
+from .refine import (
+    refined as refined,
+    rehearsed as rehearsed,
+    replaced as replaced,
+    worth_rehearsing as worth_rehearsing,
+)
 from .rehearsal.rehearse import rehearse as rehearse
 from .report import (
     RIGHT as RIGHT,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from smalti.config import Config, DataOptions
@@ -14,7 +14,7 @@ from smalti.planning.fit import Fit, fit_of
 from smalti.planning.formulas.memory import memory_of
 from smalti.planning.formulas.run_facts import RunFacts
 from smalti.planning.formulas.time import FAST, SLOW, StepTime, time_of
-from smalti.planning.records import Candidate, Rehearsal, Traffic
+from smalti.planning.records import Candidate, Rehearsal, RehearsalError, Traffic
 from smalti.types import Communication, Recompute, Strategy, World
 
 _COLLECTIVES = {
@@ -38,6 +38,8 @@ class Choice:
     fastest: StepTime
     slowest: StepTime
     effective_batch: int
+    error: RehearsalError | None = None
+    """What a run would end with, as a rehearsal has found."""
 
     @property
     def seconds(self) -> float:
@@ -77,12 +79,16 @@ def choices(
             f"an effective batch of {run.effective_batch} cannot be divided over {world.size} ranks",
             fix=f"other --gpus, or train_batch_size x gradient_accumulation_steps x num_processes = {near}",
         )
+    return in_order(found)
+
+
+def in_order(found: Iterable[Choice]) -> list[Choice]:
+    """Those that fit by speed, then tight ones by speed, then the others by how much they lack; what would fail comes last."""
     return sorted(found, key=_rank)
 
 
 def _rank(choice: Choice) -> tuple[int, float]:
-    """Those that fit by speed, then tight ones by speed, then the others by how much they lack."""
-    order = _ORDER[choice.fit.level]
+    order = len(_ORDER) if choice.error is not None else _ORDER[choice.fit.level]
     return order, choice.fit.least if order == 2 else choice.seconds
 
 

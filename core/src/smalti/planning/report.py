@@ -10,9 +10,10 @@ from smalti.planning.choices import Choice
 from smalti.planning.fit import allowances
 from smalti.planning.records import MemoryParts
 
-TITLES = ("strategy", "recompute", "batch", "GiB per GPU", "", "s/step", "images/s", "limited by")
-RIGHT = (2, 3, 5, 6)
+TITLES = ("strategy", "recompute", "batch", "GiB per GPU", "", "counted by", "s/step", "images/s", "limited by")
+RIGHT = (2, 3, 6, 7)
 _GIB = 2**30
+_COUNTED = {"formula": "formula", "modelled": "rehearsal", "rehearsed": "rehearsal"}
 
 
 def row(choice: Choice) -> tuple[str, ...]:
@@ -22,7 +23,8 @@ def row(choice: Choice) -> tuple[str, ...]:
         candidate.recompute,
         f"{candidate.micro_batch}x{candidate.accumulation}",
         f"{fit.least / _GIB:.1f}-{fit.most / _GIB:.1f}",
-        fit.level,
+        "fails" if choice.error is not None else fit.level,
+        _COUNTED[choice.counted.counted],
         f"{choice.fastest.seconds:.2g}-{choice.slowest.seconds:.2g}",
         f"{choice.samples_per_second:.3g}",
         choice.slowest.bound,
@@ -67,6 +69,8 @@ def described(choice: Choice) -> dict[str, object]:
         "accumulation": choice.candidate.accumulation,
         "effective_batch": choice.effective_batch,
         "counted_by": counted.counted,
+        "error": None if choice.error is None else asdict(choice.error),
+        "notes": list(counted.notes),
         "fit": choice.fit.level,
         "bytes": {"least": choice.fit.least, "most": choice.fit.most, "device": choice.fit.memory},
         "resident": asdict(counted.resident),

@@ -45,6 +45,7 @@ class Strategy(Registered):
     A strategy that gathers holds `gathered` copies of its largest block, each of `gathered_bytes` per parameter, and
     `reduced_bytes` per parameter of a block whose gradients are being reduced. One that does not gather computes in copies of
     the weights that autocast makes, unless `own_copies` says that its weights are in the dtype of the products already.
+    With `can_be_rehearsed` false its code does not run without the other ranks, and only formulas count it.
     `buffers` are bytes besides, and not more than `buffers_per_parameter` for each parameter that trains.
     """
 
@@ -63,3 +64,4 @@ class Strategy(Registered):
     buffers_per_parameter: float = 0
     communication: tuple[Communication, ...] = ()
     context: int = 1
+    can_be_rehearsed: bool = True

@@ -11,7 +11,7 @@ import click
 from smalti.cli.arguments import CommandLine
 from smalti.cli.output import print_table
 from smalti.cli.pages.help import Command
-from smalti.config import LaunchOptions
+from smalti.config import Config, LaunchOptions
 from smalti.errors import ExitCode, UserError
 from smalti.hookspecs import HookSpecs
 from smalti.parallel import DeviceModel
@@ -27,9 +27,12 @@ from smalti.planning import (
     flags,
     named_device,
     parts,
+    refined,
+    replaced,
     row,
+    worth_rehearsing,
 )
-from smalti.plugins import choose_distributed
+from smalti.plugins import Plugins, choose_distributed
 from smalti.types import World
 
 _SHOWN = 8
@@ -55,25 +58,63 @@ _MOST = 65_536
 )
 @click.option("--gpus", metavar="N|MIN..MAX", default="", help="Number of devices. Default: --num_processes.")
 @click.option("--nodes-of", metavar="N", default=8, show_default=True, help="Devices in each node.")
+@click.option("--quick", is_flag=True, help="Stop after the formulas.")
+@click.option("--rehearse", "as_it_is", is_flag=True, help="Rehearse the configuration as it is, and nothing else.")
 @click.option("--all", "everything", is_flag=True, help="Show all ways to train, not only the best.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-def plan(arguments: tuple[str, ...], gpu: str, gpus: str, nodes_of: int, everything: bool, as_json: bool) -> int:
+def plan(
+    arguments: tuple[str, ...],
+    gpu: str,
+    gpus: str,
+    nodes_of: int,
+    quick: bool,
+    as_it_is: bool,
+    everything: bool,
+    as_json: bool,
+) -> int:
     """Say what fits, and what is fastest, on devices that need not be there.
 
     CONFIG and options are those of `smalti train`; the effective batch is kept. Nothing is launched, and no weights are read.
+    Formulas compare all ways to train. The best of them are rehearsed: their own code runs without values, for up to a
+    minute each.
     """
     command_line = CommandLine.parse(list(arguments))
     config, plugins = command_line.draft(), command_line.plugins
     sizes = _sizes(gpus, config[LaunchOptions].num_processes)
     device = named_device(gpu, min(sizes[0], nodes_of))
     run = RunFacts.of(config, plugins, device.kind)
+    found, notices = _compared(config, plugins, run, device, sizes, nodes_of)
+    strategy = choose_distributed(config, plugins).origin.plugin
+    for size, of_size in found.items():
+        if not quick:
+            own = configured(of_size, config, strategy) if size == run.ranks else None
+            chosen = [own] if as_it_is and own is not None else worth_rehearsing(of_size, own)
+            found[size] = replaced(of_size, refined(of_size, chosen, config, plugins, device, _report))
+    own = configured(found.get(run.ranks, ()), config, strategy)
+    if as_json:
+        click.echo(json.dumps(document(device, found, notices, own), indent=2))
+    else:
+        for size, of_size in found.items():
+            _show(device, size, of_size, run, own if size == run.ranks else None, everything=everything)
+        for notice in notices:
+            click.echo(f"note: {notice}")
+    fits = any(each.fit.level != "does not fit" and each.error is None for of_size in found.values() for each in of_size)
+    return int(ExitCode.DONE if fits else ExitCode.PREFLIGHT)
+
+
+def _report(sentence: str) -> None:
+    click.echo(f"smalti: {sentence}", err=True)
+
+
+def _compared(
+    config: Config, plugins: Plugins, run: RunFacts, device: DeviceModel, sizes: Sequence[int], nodes_of: int
+) -> tuple[dict[int, list[Choice]], list[str]]:
+    """All ways to train by formulas, by the number of devices, and notices. Raises UserError if there are none."""
     model = facts_of(config, plugins, device.kind)
     found: dict[int, list[Choice]] = {}
     refused: list[UserError] = []
     for size in sizes:
-        world = World(
-            size=size, local_size=min(size, nodes_of), device=device.kind if device.kind == "cpu" else f"{device.kind}:0"
-        )
+        world = World(size=size, local_size=min(size, nodes_of), device=device.kind)
         strategies = plugins.gather(HookSpecs.propose_strategies, config=config, world=world)
         try:
             found[size] = choices(model, run, strategies, device, world)
@@ -82,17 +123,8 @@ def plan(arguments: tuple[str, ...], gpu: str, gpus: str, nodes_of: int, everyth
     if not found:
         raise refused[0]
     notices = [*run.notices, *(each.message for each in refused)]
-    notices.append(f"formulas for {model.sample.width}x{model.sample.height} pixels; times are ranges, to compare")
-    own = configured(found.get(run.ranks, ()), config, choose_distributed(config, plugins).origin.plugin)
-    if as_json:
-        click.echo(json.dumps(document(device, found, notices, own), indent=2))
-    else:
-        for size, of_size in found.items():
-            _show(device, size, of_size, run, own if size == run.ranks else None, everything=everything)
-        for notice in notices:
-            click.echo(f"note: {notice}")
-    fits = any(each.fit.level != "does not fit" for of_size in found.values() for each in of_size)
-    return int(ExitCode.DONE if fits else ExitCode.PREFLIGHT)
+    notices.append(f"counted for {model.sample.width}x{model.sample.height} pixels; times are ranges, to compare")
+    return found, notices
 
 
 def _show(
@@ -118,12 +150,17 @@ def _show(
     for line in parts(best, device):
         click.echo(f"  {line}")
     click.echo(f"  flags: {flags(best.options)}")
+    for each in shown:
+        if each.error is not None:
+            click.echo(
+                f"\n{each.strategy.title} would fail in the {each.error.phase}: {each.error.message}\n  {each.error.where}"
+            )
 
 
 def _best(found: Sequence[Choice]) -> list[Choice]:
     """The best way of each strategy, in order; and more of those that fit, up to `_SHOWN`."""
     firsts = {each.strategy.name: each for each in reversed(found)}
-    chosen = [each for each in found if firsts[each.strategy.name] is each]
+    chosen = [each for each in found if firsts[each.strategy.name] is each or each.error is not None]
     more = [each for each in found if each not in chosen and each.fit.level == "fits"]
     kept = [*chosen, *more[: max(0, _SHOWN - len(chosen))]]
     return [each for each in found if each in kept]

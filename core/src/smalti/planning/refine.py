@@ -1,0 +1,60 @@
+"""Rehearse the few ways to train that matter, and judge them by what was counted. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from smalti.config import Config
+from smalti.parallel import DeviceModel
+from smalti.planning.choices import Choice, in_order
+from smalti.planning.fit import fit_of
+from smalti.planning.rehearsal.rehearse import rehearse
+from smalti.plugins import Plugins
+
+_FEW = 3
+"""Each takes up to a minute and a half of CPU for a model of 12 billion parameters."""
+
+
+def worth_rehearsing(found: Sequence[Choice], own: Choice | None) -> list[Choice]:
+    """What is configured, and the best way of each of the best strategies that may fit."""
+    firsts: dict[str, Choice] = {}
+    for each in found:
+        if each.fit.level != "does not fit" and each.strategy.can_be_rehearsed:
+            firsts.setdefault(each.strategy.name, each)
+    chosen = list(firsts.values())[:_FEW]
+    is_missing = own is not None and own.strategy.can_be_rehearsed and own not in chosen
+    return [*chosen, *([own] if own is not None and is_missing else [])]
+
+
+def refined(
+    found: Sequence[Choice],
+    chosen: Sequence[Choice],
+    config: Config,
+    plugins: Plugins,
+    device: DeviceModel,
+    report: Callable[[str], object],
+) -> dict[int, Choice]:
+    """The chosen ways as a rehearsal counts them, by their place in `found`. `report` is called before each."""
+    done = {}
+    for number, choice in enumerate(chosen, 1):
+        candidate = choice.candidate
+        batch = f"{candidate.micro_batch}x{candidate.accumulation}"
+        report(f"rehearsing {number} of {len(chosen)}: {choice.strategy.title}, recompute {candidate.recompute}, batch {batch}")
+        done[found.index(choice)] = rehearsed(choice, config, plugins, device)
+    return done
+
+
+def replaced(found: Sequence[Choice], done: dict[int, Choice]) -> list[Choice]:
+    """All ways with those that were rehearsed in place of their formulas, in order."""
+    return in_order([done.get(number, each) for number, each in enumerate(found)])
+
+
+def rehearsed(choice: Choice, config: Config, plugins: Plugins, device: DeviceModel) -> Choice:
+    """The same way, counted by a rehearsal; with the error of the run in place of that if it has one."""
+    world = choice.world
+    counted = rehearse(config, plugins, device, choice.candidate, ranks=world.size, local=world.local_size)
+    if counted.error is not None:
+        return replace(choice, error=counted.error)
+    fit = fit_of(counted, device, local_ranks=world.local_size)
+    return replace(choice, counted=counted, fit=fit)

@@ -1,0 +1,42 @@
+"""Which ways are rehearsed, and what becomes of them in the order."""
+
+from dataclasses import replace
+
+from smalti import World
+from smalti.planning import choices, replaced, worth_rehearsing
+from smalti.planning.records import MemoryParts, PhasePeak, RehearsalError
+from support.planned import H100, MODEL, RUN, WHOLE, sharded
+
+WORLD = World(size=8, local_size=8, device="cuda")
+
+
+def found(*strategies, gib=400):
+    return choices(MODEL, RUN, strategies, replace(H100, memory=gib * 2**30), WORLD)
+
+
+def test_the_best_way_of_each_strategy_and_the_configured_one_are_rehearsed_once():
+    ways = found(WHOLE, sharded(8))
+    own = next(each for each in ways if each.candidate.recompute == "full" and each.strategy is WHOLE)
+    chosen = worth_rehearsing(ways, own)
+    assert {each.strategy.name for each in chosen} == {"whole", "sharded"}
+    assert (own in chosen, ways[0] in chosen, len(chosen)) == (True, True, 3)
+    assert worth_rehearsing(ways, ways[0]) == [each for each in chosen if each is not own]
+
+
+def test_what_cannot_fit_or_cannot_be_rehearsed_is_left_to_the_formulas():
+    alone = replace(sharded(8), can_be_rehearsed=False)
+    assert worth_rehearsing(found(WHOLE, alone, gib=1), None) == []
+    assert worth_rehearsing(found(alone), found(alone)[0]) == []
+
+
+def test_what_a_rehearsal_counts_changes_the_order_and_what_fails_comes_last():
+    ways = found(WHOLE, sharded(8))
+    peak = {"backward": PhasePeak(device=MemoryParts(parameters=2**50))}
+    too_large = replace(ways[0], fit=replace(ways[0].fit, level="does not fit"), counted=replace(ways[0].counted, phases=peak))
+    failing = replace(ways[1], error=RehearsalError(message="no"))
+    ordered = replaced(ways, {0: too_large, 1: failing})
+    assert ordered[-1] is failing
+    assert ordered.index(too_large) > max(
+        number for number, each in enumerate(ordered) if each.fit.level == "fits" and not each.error
+    )
+    assert len(ordered) == len(ways)
