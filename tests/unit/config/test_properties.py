@@ -33,6 +33,8 @@ def values_of(option: Option) -> st.SearchStrategy[object]:
         return st.just(["training=300", "saving=0"])
     if option.name == "disk_low":
         return st.sampled_from(["0", "5GiB", "1.5 TB"])
+    if option.name == "nodes":
+        return st.sampled_from(["3", "1:1", "4:6"])
     if option.name == "validation_resolution":
         return st.sampled_from(["512", "512x768"])
     if option.choices:

@@ -25,6 +25,8 @@ from contextlib import suppress
 from typing import cast
 
 from smalti.errors import ExitCode
+from smalti.launch.elastic.messages import Place
+from smalti.launch.elastic.rendezvous import GroupMember
 from smalti.launch.node_watch import note_killed, watch_nodes
 from smalti.system import (
     FOLDER_VARIABLE,
@@ -78,15 +80,24 @@ def main() -> None:
     explain_rendezvous()
     watch_nodes()
     forward_notices()
+    place = Place.of_process()
+    member = GroupMember(place) if place is not None else None
+    if member is not None:
+        member.install()
+    status = 1
     try:
         runpy.run_module(command[0], run_name="__main__", alter_sys=True)
+        end.code = status = 0
     except ChildFailedError as error:
         write_killed({rank: -failure.exitcode for rank, failure in error.failures.items() if failure.exitcode < 0})
-        raise
+        end.code = status
+        if member is None:
+            raise
     except SignalException as stop:  # the ranks got the signal too, and report how they ended
-        end.code = SIGNALLED + stop.sigval
-    else:
-        end.code = 0
+        end.code = status = SIGNALLED + stop.sigval
+    finally:
+        if member is not None:
+            member.finish(status)
 
 
 def wait_for_command(descriptor: int) -> list[str] | None:

@@ -25,6 +25,7 @@ from smalti.config import (
 )
 from smalti.errors import CheckpointError, ConfigError, FaultLoopError, InvalidOptionError, Problem, UserError, problems_in
 from smalti.hookspecs import HookSpecs
+from smalti.launch.elastic.excluded import refuse_excluded
 from smalti.plugins import (
     Plugins,
     check_sharding,
@@ -64,7 +65,11 @@ class CheckedRun:
 
 
 def refuse_fault_loop(directory: Path, node: int) -> None:
-    """Raise FaultLoopError if the run has ended with the same fault on this host again and again, without getting further."""
+    """Raise FaultLoopError if the run has ended with the same fault on this host again and again, without getting further.
+
+    So it does on a node that has left the group of this run.
+    """
+    refuse_excluded(directory, node)
     host = socket.gethostname()
     fault = read_circuit(directory, node).loop(host)
     if fault is None:

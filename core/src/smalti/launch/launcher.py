@@ -10,12 +10,14 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 
 from smalti.errors import ExitCode, PreflightError, UserError
 from smalti.launch.agent import FIRST_RANK_VARIABLE
+from smalti.launch.elastic.messages import GENERATION_VARIABLE, GroupEnd, read_group_end
 from smalti.launch.folder import launch_folder, processes_of
 from smalti.launch.plan import DIGEST_VARIABLE, LaunchPlan
 from smalti.launch.standby import AGENT, StandbyLauncher
@@ -50,6 +52,22 @@ _STARTER = "the process that starts the ranks"
 LaunchResult = tuple[ExitCode, str]
 
 
+@dataclass(frozen=True, kw_only=True)
+class Ended:
+    """How the processes of this node ended. `final` is set if a signal or a request ended them: nothing starts them again.
+
+    `ranks` are those that were started here, empty if this node was a spare. `group` is what the agent wrote about the other
+    nodes (`smalti.launch.elastic`), None if it wrote nothing.
+    """
+
+    code: ExitCode
+    message: str
+    final: bool = False
+    ranks: range = range(0)
+    reports: tuple[ExitReport, ...] = ()
+    group: GroupEnd | None = None
+
+
 def run_workers(
     plan: LaunchPlan,
     directory: RunDirectory,
@@ -68,7 +86,25 @@ def run_workers(
     """
     if plan.port is not None:
         _check_port(plan.port)
-    with launch_folder(plan.ranks) as folder, _signals() as received:
+    with received_signals() as received:
+        ended = run_once(plan, directory, received, digest=digest, writer=writer, standby=standby)
+        ignore_later_signals()
+    return ended.code, ended.message
+
+
+def run_once(
+    plan: LaunchPlan,
+    directory: RunDirectory,
+    received: list[int],
+    *,
+    digest: str = "",
+    writer: RunWriter | None = None,
+    standby: StandbyLauncher | None = None,
+    variables: Mapping[str, str] | None = None,
+) -> Ended:
+    """The same for one generation of a group: with the signals in `received`, and with more environment `variables`."""
+    expected = plan.ranks if GENERATION_VARIABLE not in (variables or {}) else range(0)  # else the agent learns its ranks
+    with launch_folder(expected) as folder:
         own = {
             FOLDER_VARIABLE: folder,
             PARENT_VARIABLE: str(os.getpid()),
@@ -78,19 +114,19 @@ def run_workers(
         if writer is not None:
             own[ATTEMPT_VARIABLE] = repr(writer.record.started)
             writer.phases.enter("launching")
-        environment = {**os.environ, **plan.environment, **plan.secrets, **own}
+        environment = {**os.environ, **plan.environment, **plan.secrets, **own, **(variables or {})}
         processes = _Processes(_start(plan.command, environment, standby), folder)
         try:
             result = _wait(processes, received, directory, writer)
         finally:
             processes.kill()
-        ignore_later_signals()
+        reports, group = Path(folder), read_group_end(Path(folder))
+        ranks = expected if group is None else group.ranks
+        found = read_exit_reports(reports)
         if result is not None:
-            return result
-        reports = Path(folder)
-        return summarize_exits(
-            read_exit_reports(reports), processes.status, plan.ranks, read_killed(reports), read_hooks(reports, plan.ranks)
-        )
+            return Ended(code=result[0], message=result[1], final=True, ranks=ranks, reports=tuple(found), group=group)
+        code, message = summarize_exits(found, processes.status, ranks, read_killed(reports), read_hooks(reports, ranks))
+        return Ended(code=code, message=message, ranks=ranks, reports=tuple(found), group=group)
 
 
 def _start(command: Sequence[str], environment: Mapping[str, str], standby: StandbyLauncher | None) -> subprocess.Popen[bytes]:
@@ -174,7 +210,7 @@ def _check_port(port: int) -> None:
 
 
 @contextmanager
-def _signals() -> Iterator[list[int]]:
+def received_signals() -> Iterator[list[int]]:
     """The signals received so far, without repetitions (`SignalFilter`), for `_wait` to handle."""
     received: list[int] = []
     signal_filter = SignalFilter()

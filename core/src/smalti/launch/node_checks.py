@@ -65,7 +65,7 @@ def facts_of(config: Config, plugins: Plugins, devices: Callable[[], Message]) -
 def identity(options: LaunchOptions) -> Identity:
     return Identity(
         machine_rank=options.machine_rank,
-        num_machines=options.num_machines,
+        num_machines=options.node_range[1],
         host=socket.gethostname(),
         version=version("smalti"),
     )
@@ -105,7 +105,7 @@ class NodeChecks:
     def connected(self) -> set[int]:
         """The nodes that take part. Raises PreflightError if a node was refused that has connected."""
         if self._service is None:
-            return set(range(self._options.num_machines))
+            return set(range(self._options.node_range[1]))
         if problems := self._service.problems():
             self._end(problems)
             raise failure(problems)

@@ -44,14 +44,25 @@ def watch_nodes() -> None:
 
     def meet_and_watch(self: StaticTCPRendezvous) -> RendezvousInfo:
         met = meet(self)
-        timeout = float(os.environ.get(TIMEOUT_VARIABLE, "0"))
-        if timeout > 0 and met.world_size > 1:
-            global _watch
-            _watch = NodeWatch(met.store, met.rank, met.world_size, timeout)
-            _watch.start()
+        begin_watch(met.store, met.rank, met.world_size)
         return met
 
     StaticTCPRendezvous.next_rendezvous = meet_and_watch  # type: ignore[method-assign]
+
+
+def begin_watch(store: Store, node: int, nodes: int) -> None:
+    """Watch the other nodes from now on, as node `node` out of `nodes`. Node 0 has the store."""
+    global _watch
+    timeout = float(os.environ.get(TIMEOUT_VARIABLE, "0"))
+    if timeout > 0 and nodes > 1:
+        _watch = NodeWatch(store, node, nodes, timeout)
+        _watch.start()
+
+
+def end_watch() -> None:
+    """The ranks of this node have ended: other nodes may end too."""
+    if _watch is not None:
+        _watch.ended.set()
 
 
 def note_killed(ranks: Mapping[int, subprocess.Popen[bytes]]) -> None:

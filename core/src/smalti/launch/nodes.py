@@ -25,6 +25,7 @@ import click
 
 from smalti.config import Config, LaunchOptions
 from smalti.errors import ConfigError, ExitCode, PreflightError, Problem, UserError
+from smalti.launch.elastic.messages import Generation, read_generation
 from smalti.launch.node_checks import NodeChecks
 from smalti.plugins import Plugins
 from smalti.rundir import POLL_SECONDS, EventWriter, RunDirectory
@@ -87,7 +88,8 @@ class Nodes:
         self._checks = NodeChecks(self._folder, config, plugins, kind)
         self._notice = _Notice()
         self._announced = 0.0
-        self._others = set(range(self._options.num_machines)) - {self._options.machine_rank}
+        self._least, self.present = self._options.node_range
+        self._others = set(range(self.present)) - {self._options.machine_rank}
         self._own = Node(
             machine_rank=self._options.machine_rank,
             attempt=0.0,
@@ -100,6 +102,11 @@ class Nodes:
 
     def close(self) -> None:
         self._checks.close()
+
+    @property
+    def attempt(self) -> float:
+        """The attempt of node 0 in which this node takes part."""
+        return self._own.attempt
 
     # --- node 0 -----------------------------------------------------------------------------------------------------
 
@@ -137,8 +144,10 @@ class Nodes:
         for waited in _waiting():
             present = self._present()
             self._compare(present)
-            missing = sorted(self._others - (present.keys() & self._checks.connected()))
-            if not missing:
+            connected = self._checks.connected()
+            present = {rank: node for rank, node in present.items() if rank in connected}
+            missing = sorted(self._others - present.keys())
+            if not missing or (waited > seconds and len(present) + 1 >= self._least):
                 break
             if waited > seconds:
                 raise PreflightError(
@@ -149,6 +158,7 @@ class Nodes:
             here = ", ".join(node.name for node in (self._own, *present.values()))
             self._notice.print(waited, f"waiting for {self._named(missing)}, for {waited:.0f} of {seconds} s; present: {here}")
         self._checks.run(events)
+        self.present = len(present) + 1
         self._write(replace(self._own, agreed={str(rank): node.token for rank, node in present.items()}))
 
     def _named(self, ranks: list[int]) -> str:
@@ -181,6 +191,8 @@ class Nodes:
 
     def wait_for_node_0(self) -> None:
         """Wait until node 0 has the run directory. Raises PreflightError if it does not, or if it has another one."""
+        if running_group(self._directory) is not None:
+            return
         self._checks.connect()
         wait_for_node_0(self._directory, self._options.rendezvous_timeout, self._checks.raise_failure)
 
@@ -200,6 +212,9 @@ class Nodes:
             raise
 
     def _join(self) -> None:
+        if self._options.elastic and (running := running_group(self._directory)) is not None:
+            self.announce(running.attempt)  # later than the others: for the next generation
+            return
         self._checks.connect()
         for waited in _while_node_0_lives(self._directory, self._options.rendezvous_timeout):
             self._checks.raise_failure()
@@ -300,6 +315,14 @@ class _Notice:
         if waited >= self._next:
             self._next = waited - waited % _REPEAT_SECONDS + _REPEAT_SECONDS
             click.echo(f"smalti: {sentence}", err=True)
+
+
+def running_group(directory: RunDirectory) -> Generation | None:
+    """The generation of nodes that trains in this directory; None if there is none, or if its host is gone."""
+    found, heartbeat = read_generation(directory.path), directory.heartbeat()
+    if found is None or found.handed_over or heartbeat is None or heartbeat.alive() is False:
+        return None
+    return found if heartbeat.started == found.attempt else None
 
 
 def _while_node_0_lives(directory: RunDirectory, seconds: float) -> Iterator[float]:

@@ -35,6 +35,8 @@ DEFAULT_PORT = 29500
 """The port on which node 0 listens if no port is given: the default of torch and of Accelerate."""
 DIGEST_VARIABLE = "SMALTI_DIGEST"
 """The environment variable with the digest of the configuration for which workers are launched."""
+RESUME_VARIABLE = "SMALTI_RESUME"
+"""The environment variable with the checkpoint from which a group that starts again resumes, if not from the latest one."""
 _LOOPBACK = "127.0.0.1"
 _KINDS = {"cuda": "MULTI_GPU", **{kind: f"MULTI_{kind.upper()}" for kind in ("xpu", "npu", "mlu", "hpu", "musa", "sdaa")}}
 """The `distributed_type` of an Accelerate YAML by the kind of accelerator."""
@@ -95,7 +97,7 @@ def plan_launch(
     environment = os.environ if environment is None else environment
     options = config[LaunchOptions]
     local = options.num_processes // options.num_machines
-    several = options.num_machines > 1
+    several = options.num_machines > 1 or options.elastic
     gpus = _chosen_gpus(config, kind, local)
     allocator = allocator_settings(kind, environment)
     if local == 1 and not several and not gpus:
@@ -211,7 +213,7 @@ def merged_yaml(config: Config, distributed: DistributedPlan, kind: str) -> dict
     """
     options = config[LaunchOptions]
     ours: dict[str, object] = {
-        "distributed_type": _KINDS[kind] if options.num_processes > 1 else "NO",
+        "distributed_type": _KINDS[kind] if options.num_processes > 1 or options.elastic else "NO",
         "num_processes": options.num_processes,
         "num_machines": options.num_machines,
         "machine_rank": options.machine_rank,

@@ -32,8 +32,10 @@ from smalti.config import (
 from smalti.data import PreparedData, check_caches, check_sources, ranks_scan, scan_data, scan_progress, total_steps
 from smalti.errors import ConfigError, ExitCode, GpuFaultError, TakenOverError
 from smalti.launch.checks import check_run, refuse_fault_loop
+from smalti.launch.elastic.group import Group
+from smalti.launch.elastic.sizes import possible_sizes
 from smalti.launch.network import check_main_address
-from smalti.launch.nodes import Nodes
+from smalti.launch.nodes import Nodes, running_group
 from smalti.launch.plan import (
     LaunchPlan,
     allocator_settings,
@@ -69,7 +71,7 @@ class Preparation:
     "device" and the "precision" of the run, and the "network" of several nodes; where the data were scanned, also the
     number of "tokens" of the largest images and the noise levels ("timesteps") of training. `writer` owns the run directory
     on node 0; it is None on the other nodes, and for a dry run. `nodes` are those of the launch, if there are several that
-    share the run directory.
+    share the run directory. `group` starts ranks again after some were lost, if the options allow that.
     """
 
     config: Config
@@ -82,6 +84,7 @@ class Preparation:
     notices: tuple[str, ...]
     nodes: Nodes | None = None
     forecast: Forecast | None = None
+    group: Group | None = None
 
     @classmethod
     def of(cls, config: Config, plugins: Plugins, *, write: bool) -> Preparation:
@@ -101,8 +104,8 @@ class Preparation:
             kind = expected
             notices.append(f"the launch is planned for {kind} devices, as in the Accelerate YAML; this node has none")
         options = config[LaunchOptions]
-        joins = write and options.machine_rank > 0 and options.shared_output_dir
-        several = write and options.num_machines > 1 and options.shared_output_dir
+        several = write and options.node_range[1] > 1 and options.shared_output_dir
+        joins = several and (options.machine_rank > 0 or (options.elastic and running_group(directory) is not None))
         nodes = Nodes(directory, config, plugins, kind) if several else None
         if nodes is not None and joins:
             nodes.wait_for_node_0()
@@ -110,26 +113,24 @@ class Preparation:
         config, given = choose_precision(config, kind, directory), config
         distributed = checked.distributed if config is given else choose_distributed(config, plugins)
         plan = plan_launch(config, distributed, directory.path, kind, environment)
+        group = _group(config, plugins, plan, kind, environment)
+        notices += group.notices if group is not None else ()
         notices += [*config.notices, *checked.notices, *checked.family.notices, *plan.notices, *cost_of(config, kind)]
-        facts = {"device": describe_devices(config, kind), "precision": describe(config, kind)}
-        facts |= {"network": network} if network else {}
+        described = {"device": describe_devices(config, kind), "precision": describe(config, kind), "network": network}
+        facts = {name: fact for name, fact in described.items() if fact}
         forecast = None if joins else forecast_of(config, plugins, distributed, kind)
         writer = _acquire(directory, config) if write and not joins else None
         with _failures_recorded(writer, nodes):
             if nodes is not None and writer is not None:
                 nodes.begin(cast(float, writer.record.started))
-            if write and not joins:
-                _check_caches(config, plugins, checked.family)
             later = write and ranks_scan(config, plugins, directory.data)
-            if later and not joins:
-                check_sources(config, plugins)
+            if write and not joins:
+                _check_storages(config, plugins, checked.family, sources=later)
             data = None if joins or later else cls._scan(config, plugins, checked.family.alignment, writer, nodes)
             if data is not None:
                 size = _largest_image(checked.family, data)
-                facts |= {
-                    "tokens": str(size),
-                    "timesteps": checked.loss.describe_timesteps(count.bucket for count in data.counts),
-                }
+                facts["tokens"] = str(size)
+                facts["timesteps"] = checked.loss.describe_timesteps(count.bucket for count in data.counts)
                 notices += _resume_notices(config, data, checked.checkpoint, printed_later=write)
                 notices += [*_schedule_notices(config, data), *cpu_notices(config, kind, size), *data.notices]
         return cls(
@@ -142,6 +143,7 @@ class Preparation:
             writer=writer,
             nodes=nodes,
             forecast=forecast,
+            group=group,
             notices=tuple(dict.fromkeys([*notices, *(forecast.notices if forecast is not None else ())])),
         )
 
@@ -170,14 +172,15 @@ class Preparation:
             sys.stdout.flush()
             with stop_on_drain(self.config):
                 code, message = self._run(standby)
-        if self.writer is not None:
-            self._compare_forecast(self.writer)
-            self.writer.end_launch(code, message)
-            if self.writer.ownership.lost:
-                code, message = ExitCode.TAKEN_OVER, self.writer.ownership.message
+        writer = self.writer if self.group is None else self.group.writer
+        if writer is not None:
+            self._compare_forecast(writer)
+            writer.end_launch(code, message)
+            if writer.ownership.lost:
+                code, message = ExitCode.TAKEN_OVER, writer.ownership.message
         self._print_summary(code, message)
-        if self.writer is not None:
-            self.writer.close()
+        if writer is not None:
+            writer.close()
         return code
 
     def _compare_forecast(self, writer: RunWriter) -> None:
@@ -187,6 +190,10 @@ class Preparation:
             click.echo(f"  {'memory':<12} {line}", err=True)
 
     def _run(self, standby: StandbyLauncher | None) -> tuple[ExitCode, str]:
+        if self.group is not None:
+            self.group.writer = self.writer
+            present, attempt = (1, None) if self.nodes is None else (self.nodes.present, self.nodes.attempt)
+            return self.group.run(present, attempt, standby)
         if self.plan.launcher != "in-process":
             from smalti.launch.launcher import run_workers
 
@@ -297,12 +304,17 @@ class Preparation:
         return str(self.config.masked("\n".join(lines)))
 
 
-def _check_caches(config: Config, plugins: Plugins, family: ModelFamily) -> None:
-    """Raises StorageError if caches are on a remote storage that cannot be listed; ranks would find that out much later."""
+def _check_storages(config: Config, plugins: Plugins, family: ModelFamily, *, sources: bool) -> None:
+    """Raises StorageError if caches are on a remote storage that cannot be listed; ranks would find that out much later.
+
+    With `sources`, those of the datasets too, which the ranks will scan.
+    """
     from smalti.models import Cacheable
 
     if isinstance(family, Cacheable):
         check_caches(config, plugins)
+    if sources:
+        check_sources(config, plugins)
 
 
 def _twice_as_long(config: Config) -> str:
@@ -311,6 +323,19 @@ def _twice_as_long(config: Config) -> str:
     if options.max_train_steps is not None:
         return f" --max_train_steps={2 * options.max_train_steps}"
     return f" --num_train_epochs={2 * options.num_train_epochs}" if options.num_train_epochs is not None else ""
+
+
+def _group(config: Config, plugins: Plugins, plan: LaunchPlan, kind: str, environment: Mapping[str, str]) -> Group | None:
+    """The group that starts again after a loss; None if the options want none, and for a rank that runs in this process."""
+    directory, options = RunDirectory(cast(Path, config[RunOptions].output_dir)), config[LaunchOptions]
+    if plan.launcher == "in-process" or not (options.elastic or options.restarts):
+        return None
+    sizes = possible_sizes(config, plugins)
+
+    def planned(other: Config) -> LaunchPlan:
+        return plan_launch(other, choose_distributed(other, plugins), directory.path, kind, environment)
+
+    return Group(config, sizes, directory, planned, lambda: _acquire(directory, config))
 
 
 def _acquire(directory: RunDirectory, config: Config) -> RunWriter:

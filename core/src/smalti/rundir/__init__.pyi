@@ -11,6 +11,7 @@ from .circuit import (
 )
 from .directory import (
     CONTACT_SHEET as CONTACT_SHEET,
+    ENDINGS as ENDINGS,
     POLL_SECONDS as POLL_SECONDS,
     Condition as Condition,
     Request as Request,
@@ -37,6 +38,7 @@ from .goodput import (
     TimeAccount as TimeAccount,
     before_attempt as before_attempt,
 )
+from .heartbeat import STALE_SECONDS as STALE_SECONDS
 from .ownership import Ownership as Ownership
 from .phases import Phase as Phase, PhaseName as PhaseName, Phases as Phases
 from .png import image_settings as image_settings, save_image as save_image, write_png as write_png

@@ -20,7 +20,7 @@ from typing import BinaryIO, Literal, cast
 
 EventKind = (
     Literal["state", "phase", "step", "metric", "sample", "eval", "checkpoint", "memory"]
-    | Literal["log", "warning", "health", "error", "control_ack"]
+    | Literal["log", "warning", "health", "error", "control_ack", "generation"]
 )
 MALFORMED = "malformed"
 """The kind of a line that is not an event, for readers. Its text is in the field `line`."""

@@ -103,8 +103,8 @@ def claim(directory: RunDirectory, record: RunRecord) -> None:
         file.write(_content(record, None))
 
 
-def add_worker(directory: RunDirectory, record: RunRecord, worker: Process) -> None:
-    """Add the main rank to the heartbeat of its launch: from now on either process owns the directory."""
+def add_worker(directory: RunDirectory, record: RunRecord, worker: Process | None) -> None:
+    """Add the main rank to the heartbeat of its launch: from now on either process owns the directory. None removes it."""
     atomic_write(directory.heartbeat_file, _content(record, worker).encode())
 
 

@@ -220,6 +220,16 @@ class RunWriter:
             if self.ownership.confirm():
                 write_record(self.directory, self.record)
 
+    def begin_generation(self, world_size: int) -> None:
+        """The launch starts its ranks again: until they train, requests are answered here as before the first step."""
+        with self._request_lock:
+            self._training = self._joined = False
+            self._before = None
+            self.record = replace(self.record, training_since=None, world_size=world_size)
+            if self.ownership.confirm():
+                add_worker(self.directory, self.record, None)
+                write_record(self.directory, self.record)
+
     def keep_files(self) -> None:
         """Remember the changed files that describe how the run was started, to restore them if the directory is lost."""
         self._restorer.keep()

@@ -1,0 +1,67 @@
+"""The nodes that left a group because an accelerator failed: `excluded.json` in the run directory.
+
+Each node adds itself. It is not started again in this run until the file, or its entry, is removed.
+Importing this module imports no torch.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import socket
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from smalti.errors import FaultLoopError
+from smalti.rundir import CircuitFault
+from smalti.system import write_json_atomically
+
+EXCLUDED = "excluded.json"
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Exclusion:
+    """A node that has left. `time` is in unix seconds, `device` is the UUID of the accelerator, "" if unknown."""
+
+    machine_rank: int
+    host: str
+    rank: int
+    device: str
+    reason: str
+    time: float
+
+
+def read_excluded(directory: Path) -> list[Exclusion]:
+    """The nodes that have left, in order; none if there is no file that can be read."""
+    try:
+        return [Exclusion(**each) for each in json.loads((directory / EXCLUDED).read_bytes())["nodes"]]
+    except (OSError, ValueError, TypeError, KeyError):
+        return []
+
+
+def exclude(directory: Path, machine_rank: int, fault: CircuitFault | None) -> None:
+    """Add this node. The group continues without it even if that fails."""
+    own = Exclusion(
+        machine_rank=machine_rank,
+        host=socket.gethostname(),
+        rank=fault.rank if fault else -1,
+        device=fault.uuid if fault else "",
+        reason=f"{fault.kind}: {fault.message}" if fault else "an accelerator failed",
+        time=time.time(),
+    )
+    try:
+        write_json_atomically(directory / EXCLUDED, {"nodes": [asdict(each) for each in [*read_excluded(directory), own]]})
+    except OSError as error:
+        _log.warning("%s cannot be written: %s", directory / EXCLUDED, error)
+
+
+def refuse_excluded(directory: Path, machine_rank: int) -> None:
+    """Raise FaultLoopError if this node has left the group of this run."""
+    for each in read_excluded(directory):
+        if each.host == socket.gethostname() and each.machine_rank == machine_rank:
+            raise FaultLoopError(
+                f"node {machine_rank} ({each.host}) has left the group of this run, since an accelerator failed: {each.reason}",
+                fix=f"start another node in its place; or after the repair remove {directory / EXCLUDED}",
+            )

@@ -1,0 +1,57 @@
+"""A group of nodes starts again without the one that was lost, and says what it does."""
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from smalti.rundir import RunDirectory
+from support.nodes.runs import Run
+
+LAST = 40
+BATCH = {"num_processes": 2, "gradient_accumulation_steps": 1, "max_train_steps": LAST}
+
+
+def elastic(cluster, directory, nodes="1:2", **options) -> Run:
+    """One rank on each of two nodes."""
+    return Run(cluster, directory, ranks=1, own={node: {"nodes": nodes} for node in (0, 1)}, **{**BATCH, **options})
+
+
+def generations(directory) -> list[tuple]:
+    """The number, the ranks and the accumulation of each generation of a run."""
+    events = [each for each in RunDirectory(directory).events() if each.kind == "generation"]
+    return [tuple(int(each.number(name)) for name in ("generation", "world_size", "accumulation")) for each in events]
+
+
+def tensors(directory, step) -> dict:
+    """All tensors of a checkpoint: weights, optimizer, EMA."""
+    folder = RunDirectory(directory).checkpoints / f"step-{step:08d}"
+    paths = sorted(folder.rglob("*.safetensors"))
+    return {f"{path.relative_to(folder)} {name}": value for path in paths for name, value in load_file(path).items()}
+
+
+def continued(cluster, directory, step, *, nodes) -> None:
+    """The run of one process that resumes from this checkpoint, in another directory."""
+    source = RunDirectory(directory).checkpoints / f"step-{step:08d}"
+    other = directory.with_name(f"{directory.name}-continued")
+    options = {**BATCH, "num_processes": 1, "gradient_accumulation_steps": 2, "resume_from_checkpoint": source}
+    assert Run(cluster, other, nodes=nodes, ranks=1, **options).codes() == [0]
+    expected, found = tensors(other, LAST), tensors(directory, LAST)
+    assert expected.keys() == found.keys()
+    assert [name for name, value in expected.items() if not torch.equal(value, found[name])] == []
+
+
+@pytest.mark.parametrize("victim", [1, 0])
+def test_the_group_continues_without_a_lost_node(two_nodes, tmp_path, victim):
+    """Also without node 0, which had the store and the run directory: then bit by bit like a run on that world."""
+    run = elastic(two_nodes, tmp_path / "run")
+    run.wait_for_step(4)
+    two_nodes.kill(victim)
+    code = run.processes[1 - victim].wait()
+    output = run.processes[1 - victim].output
+    assert code == 0, output
+    assert generations(run.directory) == [(1, 2, 1), (2, 1, 2)], output
+    saved = sorted(int(path.name.removeprefix("step-")) for path in RunDirectory(run.directory).checkpoints.glob("step-*"))
+    assert 4 <= saved[0] < LAST
+    assert f"generation 2: 1 node of 1, 1 ranks, gradient_accumulation_steps=2, from step {saved[0]}" in output
+    assert f"node {victim}" in output
+    continued(two_nodes, run.directory, saved[0], nodes=(1 - victim,))
