@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import sys
 import tempfile
@@ -17,6 +18,7 @@ from smalti.checkpoint import CheckpointStore, verify
 from support.nodes import Cluster, forbidden
 from support.nodes.runs import Run
 
+from ..phases import images
 from ..subject import Report
 
 TIMEOUT = 10
@@ -80,8 +82,15 @@ class Scene:
         self.seconds = tuple(ended.get(number) for number in range(len(run.processes)))
         return "\n".join(run.outputs())
 
-    def expect(self, *codes: Code, within: float | None = None, says: str | tuple[str, ...] = (), saved: bool = False) -> None:
-        """The exit codes by node; the longest time; what is printed; whether the newest checkpoint is intact."""
+    def expect(
+        self,
+        *codes: Code,
+        within: float | None = None,
+        says: str | tuple[str, ...] = (),
+        lost: tuple[int, ...] = (),
+        saved: bool = False,
+    ) -> None:
+        """Exit codes by node; the longest time; what is printed, and which nodes are called lost; an intact checkpoint."""
         assert self.run is not None
         printed = "\n".join(self.run.outputs())
         self.report.expect(self.codes == codes, f"exit codes {self.codes}, not {codes}: {printed[-1500:]}")
@@ -90,6 +99,9 @@ class Scene:
             self.report.expect(max(known) <= within, f"{max(known):.1f} s, not {within}")
         for part in (says,) if isinstance(says, str) else says:
             self.report.expect(part in printed, f"nobody says {part!r}: {printed[-1500:]}")
+        for node in lost:
+            named = re.search(rf"ended with exit code 9: .*(on node{node}\b|node {node} )", printed)
+            self.report.expect(named is not None, f"nobody says that node {node} is lost: {printed[-1500:]}")
         if saved:
             entries = CheckpointStore(self.directory / "checkpoints").all()
             ok = bool(entries) and verify(entries[-1].path).ok
@@ -106,14 +118,17 @@ def link_cut(scene: Scene) -> None:
     scene.start()
     scene.cluster.cut(1)
     scene.wait()
-    scene.expect(9, 9, says=("on node1", "on node0"), saved=True)
+    scene.expect(9, 9, lost=(1, 0), saved=True)
 
 
 def link_cut_sharded(scene: Scene) -> None:
-    scene.start(checkpoint_step_interval=3, fsdp_enable="true")
+    run = scene.start(checkpoint_step_interval=3, fsdp_enable="true")
+    while not CheckpointStore(scene.directory / "checkpoints").all():
+        run.wait_for_step(run.step + 1)
+    scene.hurt()
     scene.cluster.cut(1)
     scene.wait()
-    scene.expect(9, 9, says=("on node1", "on node0"), saved=True)
+    scene.expect(9, 9, lost=(1, 0), saved=True)
 
 
 def link_cut_by_default(scene: Scene) -> None:
@@ -121,7 +136,7 @@ def link_cut_by_default(scene: Scene) -> None:
     scene.start(process_group_timeout=None)
     scene.cluster.cut(1)
     scene.wait()
-    scene.expect(9, 9, within=60, says=("on node1", "on node0"), saved=True)
+    scene.expect(9, 9, within=60, lost=(1, 0), saved=True)
 
 
 def node_killed_by_default(scene: Scene) -> None:
@@ -129,7 +144,7 @@ def node_killed_by_default(scene: Scene) -> None:
     scene.cluster.cut(1)
     scene.cluster.kill(1)
     scene.wait()
-    scene.expect(9, -9, within=60, says="on node1", saved=True)
+    scene.expect(9, -9, within=60, lost=(1,), saved=True)
 
 
 def link_away_for_4_s(scene: Scene) -> None:
@@ -156,14 +171,14 @@ def node_1_killed(scene: Scene) -> None:
     scene.start()
     scene.cluster.kill(1)
     scene.wait()
-    scene.expect(9, -9, says="on node1", saved=True)
+    scene.expect(9, -9, lost=(1,), saved=True)
 
 
 def node_0_killed(scene: Scene) -> None:
     scene.start()
     scene.cluster.kill(0)
     scene.wait()
-    scene.expect(-9, 9, says="on node0", saved=True)
+    scene.expect(-9, 9, lost=(0,), saved=True)
 
 
 def power_cut_of_node_1(scene: Scene) -> None:
@@ -171,7 +186,7 @@ def power_cut_of_node_1(scene: Scene) -> None:
     scene.cluster.cut(1)
     scene.cluster.kill(1)
     scene.wait()
-    scene.expect(9, -9, says="on node1", saved=True)
+    scene.expect(9, -9, lost=(1,), saved=True)
 
 
 def power_cut_of_node_0(scene: Scene) -> None:
@@ -179,7 +194,7 @@ def power_cut_of_node_0(scene: Scene) -> None:
     scene.cluster.cut(0)
     scene.cluster.kill(0)
     scene.wait()
-    scene.expect(-9, 9, says="on node0", saved=True)
+    scene.expect(-9, 9, lost=(0,), saved=True)
 
 
 def worker_killed(scene: Scene) -> None:
@@ -201,7 +216,7 @@ def node_stopped(scene: Scene) -> None:
     scene.start(12, process_group_timeout=60, phase_deadlines=["training=4", "first_step=60"], on_hang="stop")
     scene.cluster.pause(1)
     scene.wait(100)
-    scene.expect(9, None, says=("the run hangs", "on node1"), saved=True)
+    scene.expect(9, None, says="the run hangs", lost=(1,), saved=True)
     assert scene.run is not None
     reports = list((scene.directory / "hangs").glob("*"))
     found = any("trainer.py" in path.read_text(errors="replace") for path in reports)
@@ -319,6 +334,51 @@ def clock_behind(scene: Scene) -> None:
     scene.report.expect(scene.codes == (0,), f"the second run: {scene.codes}: {again.outputs()[0][-800:]}")
 
 
+def taken_over(scene: Scene) -> None:
+    """A run that was stopped for long is taken over by one on another node, and writes nothing more when it goes on."""
+    first = scene.start(nodes=(0,), use_ema="true")
+    scene.cluster.pause(0)
+    second = scene.run = Run(scene.cluster, scene.directory, nodes=(1,), use_ema="true", max_train_steps=first.step + 20)
+    scene.hurt()
+    scene.wait(100)
+    scene.report.expect(scene.codes == (0,), f"the second run: {scene.codes}: {second.outputs()[0][-800:]}")
+    before = _contents(scene.directory)
+    scene.cluster.resume(0)
+    taken, after = scene.codes, scene.seconds
+    scene.hurt()
+    scene.wait(60, run=first)
+    scene.report.expect(scene.codes == (11,), f"the first run: {scene.codes}: {first.outputs()[0][-800:]}")
+    changed = {name for name, content in _contents(scene.directory).items() if before.get(name) != content}
+    scene.report.expect(not changed, f"the first run has changed {changed}")
+    scene.codes, scene.seconds = (*scene.codes, *taken), (*scene.seconds, *after)
+
+
+def _contents(directory: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(directory)): path.read_bytes() for path in directory.rglob("*") if path.is_file()}
+
+
+def long_encoding(scene: Scene) -> None:
+    """Encoding before the first step takes longer than the collective time-out."""
+    import tiny
+
+    model = scene.place / "model"
+    tiny.sdxl(model)
+    toy = dict.fromkeys(("toy_width", "toy_depth", "toy_heads", "resolution_type"))
+    scene.start(
+        0,
+        **toy,
+        model_family="sdxl",
+        pretrained_model_name_or_path=model,
+        instance_data_dir=images(scene.place, 300),
+        resolution=64,
+        process_group_timeout=2,
+        max_train_steps=4,
+    )
+    printed = scene.wait(200)
+    scene.report.expect("encoding" in printed, "nothing was encoded")
+    scene.expect(0, 0, saved=True)
+
+
 def busy_main_rank(scene: Scene) -> None:
     """Rank 0 is busy in a hook for longer than the collective time-out."""
     plugin = scene.place / "plugin"
@@ -378,6 +438,8 @@ SCENARIOS: Mapping[str, Callable[[Scene], None]] = {
     "clock of node 1 ahead by 10 min": clock_ahead,
     "second run, its clock ahead by 10 min": clock_takeover,
     "run of a killed node, clock behind by 10 min": clock_behind,
+    "run taken over while it was stopped": taken_over,
+    "encoding for longer than the time-out": long_encoding,
     "rank 0 busy for 2.5 time-outs": busy_main_rank,
     "own names on 127.0.1.1": name_on_loopback,
     "names that do not resolve": no_names,
