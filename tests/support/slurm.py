@@ -113,7 +113,9 @@ class Slurm:
             time.sleep(0.1)
 
     def logs(self) -> str:
-        return "\n".join(path.read_text(errors="replace")[-3000:] for path in sorted(self.place.glob("*.log")))
+        """The last lines of the controller, without what it says at its start."""
+        lines = (self.place / "slurmctld.log").read_text(errors="replace").splitlines()
+        return "\n".join(lines[-20:])
 
     def run(self, *command: str, env: Mapping[str, str] | None = None, folder: Path | None = None) -> str:
         """The output of a command on the controller's node. Raises CalledProcessError with it if it fails."""
@@ -152,7 +154,7 @@ class SlurmRun:
     def __init__(self, slurm: Slurm, *, nodes: int, words: Sequence[str] = (), **options: object) -> None:
         self.slurm = slurm
         self.folder = slurm.cluster.place / "job"
-        self.folder.mkdir()
+        self.folder.mkdir(exist_ok=True)
         self.directory = RunDirectory(self.folder / "run")
         values = {**TINY, "instance_data_dir": pictures(slurm.cluster.place), "output_dir": "run", **options}
         config = "\n".join(f"{name} = {_toml(value)}" for name, value in values.items())
@@ -163,7 +165,7 @@ class SlurmRun:
         slurm.run(*written, f"--sbatch=--output={log}", "--setup=export OMP_NUM_THREADS=1", *words, folder=self.folder)
         self.job = slurm.submit(script, folder=self.folder)
         self._log = log
-        self._since = time.time()
+        self.since = time.time()
 
     @property
     def output(self) -> str:
@@ -178,7 +180,7 @@ class SlurmRun:
 
         def made() -> int:
             last = self.directory.latest("step")
-            return (last.step or 0) if last is not None and last.time > self._since else 0
+            return (last.step or 0) if last is not None and last.time > self.since else 0
 
         self._wait(lambda: made() >= step, f"step {step} never came", seconds)
         return made()
@@ -187,7 +189,7 @@ class SlurmRun:
         """Until the job is queued again."""
         restarts = int(self.slurm.job(self.job)["Restarts"])
         self._wait(lambda: int(self.slurm.job(self.job)["Restarts"]) > restarts, "it is not queued again", seconds)
-        self._since = time.time()
+        self.since = time.time()
 
     def wait_for_state(self, state: str, seconds: float = 120) -> None:
         self._wait(lambda: self.state == state, f"it does not become {state}", seconds)

@@ -29,6 +29,7 @@ from .gpu_health import failing_drivers, failing_gpus, healthy_gpus, one_failing
 from .hostile import hostile
 from .nodes.faults import faults_on_nodes, one_fault_on_nodes
 from .nodes.scenarios import one_scenario, scenarios
+from .nodes.slurm import slurm_jobs
 from .nodes.soak import soak, soak_briefly
 from .object_store import faulty_requests, few_faulty_requests
 from .phases import killed_in_phases, killed_in_phases_briefly
@@ -77,6 +78,7 @@ GROUPS: dict[str, tuple[str, Round, int]] = {
     "D8": ("the same fault again and again", loops, 1),
     "D9": ("faults of accelerators over two nodes", faults_on_nodes, 3),
     "D10": ("nodes that are lost, cut, stopped, different", scenarios, 3),
+    "D11": ("jobs of SLURM on nodes that are lost or drained", slurm_jobs, 3),
     "E": ("webhooks whose receivers fail", failing_receivers, 2),
     "G": ("broken plugins", plugged, 2),
     "H": ("soak over two nodes, S3, webhooks, GPUs", soak, 6),

@@ -51,6 +51,11 @@ def test_the_accelerate_yaml_wins_over_the_scheduler(nodes):
     assert found == (4, 2, 1, "head", 29542)
 
 
+def test_an_accelerate_yaml_for_one_node_does_not_say_which_of_several_this_is(nodes):
+    yaml = "num_machines: 1\nnum_processes: 8\nmachine_rank: 0\nmain_process_ip: null\nmain_process_port: 1\n"
+    assert nodes(STEP, "--num_machines=2", yaml=yaml)[1] == (8, 2, 1, "node08", 29542)
+
+
 @pytest.mark.parametrize("how", ["flag", "yaml", "environment"])
 def test_another_number_of_nodes_means_that_the_job_is_something_else(nodes, how):
     flags = ("--num_machines=1",) if how == "flag" else ()

@@ -23,6 +23,7 @@ RESERVED = frozenset({"SMALTI_OUTCOME_DIR", "SMALTI_PARENT", "SMALTI_DIGEST", "S
 
 SCHEDULER = "scheduler"
 """The label of the layer with what a scheduler says of the nodes."""
+_OF_A_NODE = ("machine_rank", "main_process_ip", "main_process_port")
 _COMMENTS = ("_", "//", "#")
 """Beginnings of keys that are comments in files without a syntax for them."""
 
@@ -142,11 +143,12 @@ def _unknown_key(key: str, value: object, schema: Schema, file: str) -> Problem:
     return problem
 
 
-def scheduler_layer(environment: Mapping[str, str], layers: Mapping[str, Layer], notices: list[str]) -> Layer:
+def scheduler_layer(environment: Mapping[str, str], layers: dict[str, Layer], notices: list[str]) -> Layer:
     """The nodes of a launch, if a scheduler or a launcher has started this process on one of several.
 
     Nothing is taken from it if a flag, the environment or the Accelerate YAML gives another number of nodes. A number of
-    processes for each node counts if nothing else says it: all GPUs of the node, else one.
+    processes for each node counts if nothing else says it: all GPUs of the node, else one. What an Accelerate YAML for another
+    number of nodes says of this node is removed from `layers`.
     """
     found = scheduled_nodes(environment)
     if found is None or found.warning:
@@ -164,6 +166,9 @@ def scheduler_layer(environment: Mapping[str, str], layers: Mapping[str, Layer],
     nodes = found.nodes or (int(named) if named.isdigit() else 1)
     if nodes == 1:
         return {}
+    user = layers.get("Accelerate YAML", {})
+    if "num_machines" in user and str(user["num_machines"].value) != str(nodes):
+        layers["Accelerate YAML"] = {name: each for name, each in user.items() if name not in _OF_A_NODE}
     values = {
         name: Given(value=value, spelling=name, place=f"{place} of {found.scheduler}")
         for name, (place, value) in found.values.items()

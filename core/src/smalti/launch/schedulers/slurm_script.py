@@ -109,7 +109,7 @@ def job_script(job: Job, options: SlurmOptions, *, program: Sequence[str], folde
         spares=options.spares,
         requeues=options.requeues,
         failures=options.failures,
-        no_kill=" --no-kill" if options.spares else "",
+        no_kill=" --no-kill --overlap" if options.spares else "",  # the step with the lost node may still hold its cores
         words=shlex.join(words),
     )
 
