@@ -29,7 +29,7 @@ from .gpu_health import failing_drivers, failing_gpus, healthy_gpus, one_failing
 from .hostile import hostile
 from .nodes.faults import faults_on_nodes, one_fault_on_nodes
 from .nodes.scenarios import one_scenario, scenarios
-from .nodes.slurm import slurm_jobs
+from .nodes.slurm import one_slurm_job, slurm_jobs
 from .nodes.soak import soak, soak_briefly
 from .object_store import faulty_requests, few_faulty_requests
 from .phases import killed_in_phases, killed_in_phases_briefly
@@ -87,6 +87,7 @@ GROUPS: dict[str, tuple[str, Round, int]] = {
 SHORT = {
     agreed: agreed_once,
     scenarios: one_scenario,
+    slurm_jobs: one_slurm_job,
     soak: soak_briefly,
     faults_on_nodes: one_fault_on_nodes,
     resumed: resumed_once,

@@ -107,6 +107,11 @@ def slurm_jobs(chance: Random, place: Path, *, names: tuple[str, ...] | None = N
     return report
 
 
+def one_slurm_job(chance: Random, place: Path) -> Report:
+    """D11 in short."""
+    return slurm_jobs(chance, place, names=("faulty_node",))
+
+
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory(prefix="torture-") as folder:
         found = slurm_jobs(Random(0), Path(folder), names=tuple(sys.argv[1:]) or tuple(SCENARIOS))
