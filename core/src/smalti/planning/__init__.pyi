@@ -1,3 +1,9 @@
+from .calibration import (
+    STEPS as STEPS,
+    Calibration as Calibration,
+    calibrate as calibrate,
+    calibration_of as calibration_of,
+)
 from .choices import Choice as Choice, choices as choices, configured as configured
 from .counted import facts_of as facts_of
 from .facts import ModelFacts as ModelFacts

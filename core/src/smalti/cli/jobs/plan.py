@@ -17,9 +17,12 @@ from smalti.hookspecs import HookSpecs
 from smalti.parallel import DeviceModel
 from smalti.planning import (
     RIGHT,
+    STEPS,
     TITLES,
     Choice,
     RunFacts,
+    calibrate,
+    calibration_of,
     choices,
     configured,
     document,
@@ -60,6 +63,7 @@ _MOST = 65_536
 @click.option("--nodes-of", metavar="N", default=8, show_default=True, help="Devices in each node.")
 @click.option("--quick", is_flag=True, help="Stop after the formulas.")
 @click.option("--rehearse", "as_it_is", is_flag=True, help="Rehearse the configuration as it is, and nothing else.")
+@click.option("--measure", is_flag=True, help="Train ten real steps on this node first, to narrow the ranges of times.")
 @click.option("--all", "everything", is_flag=True, help="Show all ways to train, not only the best.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def plan(
@@ -69,6 +73,7 @@ def plan(
     nodes_of: int,
     quick: bool,
     as_it_is: bool,
+    measure: bool,
     everything: bool,
     as_json: bool,
 ) -> int:
@@ -85,6 +90,12 @@ def plan(
     run = RunFacts.of(config, plugins, device.kind)
     found, notices = _compared(config, plugins, run, device, sizes, nodes_of)
     strategy = choose_distributed(config, plugins).origin.plugin
+    if measure:
+        _report(f"training {STEPS} steps as configured")
+        calibrate(arguments, _own(found, run, config, strategy), device, run.products)
+    if (calibration := calibration_of(device, run.products)) is not None:
+        found = {size: [calibration.apply(each) for each in of_size] for size, of_size in found.items()}
+        notices.append(f"times were measured here: {calibration.seconds:.3g} s/step with {calibration.way}")
     for size, of_size in found.items():
         if not quick:
             own = configured(of_size, config, strategy) if size == run.ranks else None
@@ -100,6 +111,14 @@ def plan(
             click.echo(f"note: {notice}")
     fits = any(each.fit.level != "does not fit" and each.error is None for of_size in found.values() for each in of_size)
     return int(ExitCode.DONE if fits else ExitCode.PREFLIGHT)
+
+
+def _own(found: dict[int, list[Choice]], run: RunFacts, config: Config, strategy: str) -> Choice:
+    """The configured way. Raises UserError if it is not among those that can be planned."""
+    own = configured(found.get(run.ranks, ()), config, strategy)
+    if own is None:
+        raise UserError(f"what is configured is not among the plans for {run.ranks} devices", fix=f"--gpus={run.ranks}")
+    return own
 
 
 def _report(sentence: str) -> None:
