@@ -175,6 +175,18 @@ def test_phases_steps_and_what_is_neither_are_told_apart(monkeypatch: pytest.Mon
     }
 
 
+def test_a_step_that_fails_is_lost_with_the_wait_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    account = TimeAccount(Goodput())
+    account.enter("training")
+    now[0] = 3.0
+    account.step(3, 0, skipped=False)
+    now[0] = 25.0
+    account.fail()
+    assert account.now().seconds == {"training": 3, "lost": 22}
+
+
 def train(writer: RunWriter, begin: int, last: int) -> RunEvents:
     events = RunEvents(writer)
     events.account = TimeAccount(before_attempt(read_events_backwards(writer.events.path), begin, time.time()))

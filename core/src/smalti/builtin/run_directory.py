@@ -109,6 +109,8 @@ class RunEvents:
         if outcome is not None:
             self._writer.end(state.step, _condition(outcome.reason), outcome.message, outcome.exit_code, **self._time())
             return
+        if self.account is not None:
+            self.account.fail()
         message = f"{type(self._error).__name__}: {self._error}" if self._error else "an exception ended it"
         code = self._error.exit_code if isinstance(self._error, UserError | GpuFaultError) else ExitCode.FAILED
         self._writer.end(state.step, "failed", message, code, **self._time())

@@ -214,6 +214,9 @@ class Preparation:
         return outcome.exit_code, outcome.message
 
     def _print_summary(self, code: ExitCode, message: str) -> None:
+        if code is ExitCode.TAKEN_OVER:
+            click.echo(f"smalti: ended with exit code {int(code)}: {message}", err=True)
+            return
         results = self._results()
         for title, path in results.items():
             click.echo(f"  {title:<12} {path}", err=True)
@@ -232,9 +235,9 @@ class Preparation:
             click.echo(f"  train longer {again}{_twice_as_long(self.config)}", err=True)
             if "checkpoint" in results:
                 click.echo(f"  use it       {self._export_command()}", err=True)
-        elif scheduled and code is not ExitCode.TAKEN_OVER:
+        elif scheduled:
             click.echo(f"  to resume    start the same job again; its command on each node can be {again}", err=True)
-        elif code is not ExitCode.TAKEN_OVER:
+        else:
             where = " on this node" if options.num_machines > 1 else ""
             click.echo(f"  to resume    run the same command again, or{where} {again}", err=True)
 

@@ -106,6 +106,7 @@ class TimeAccount:
         self._spent: dict[str, float] = {}
         self._phase = ""
         self._since = self._begun
+        self._last = self._begun
         self._saving = 0.0
 
     def enter(self, phase: str) -> None:
@@ -115,12 +116,13 @@ class TimeAccount:
             self._add(kind, now - self._since)
             self._saving += now - self._since if kind == "saving" else 0.0
         if phase != "training" or self._phase != "compiling":
-            self._phase, self._since = phase, now
+            self._phase, self._since, self._last = phase, now, now
 
     def step(self, seconds: float, data_seconds: float, *, skipped: bool) -> None:
         """A step has ended. The first one after compiling has begun is part of the start."""
         self._add("starting" if self._phase == "compiling" else "skipped" if skipped else "training", seconds)
         self._add("data", data_seconds)
+        self._last = time.monotonic()
         if self._phase == "compiling":
             self._phase = "training"
 
@@ -131,6 +133,11 @@ class TimeAccount:
         moved = min(within_steps, self._spent.get("training", 0.0))
         self._add("training", -moved)
         self._add("saving", moved)
+
+    def fail(self) -> None:
+        """The attempt has failed: the step that was under way, and what was waited for in it, is lost."""
+        if self._phase not in _OF_PHASE:
+            self._add("lost", time.monotonic() - self._last)
 
     def now(self) -> Goodput:
         """The sums so far."""

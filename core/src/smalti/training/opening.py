@@ -105,6 +105,7 @@ def run_info(
         config=config,
         strategy=known.strategy,
         plugins=known.plugins,
+        started=known.started,
         phases=known.phases,
         family=family.name,
         **sizes,
@@ -125,5 +126,6 @@ def rank_info(config: Config, plugins: Plugins, plan: DistributedPlan, world: Wo
         config=config,
         strategy=plan.title,
         plugins=plugins.versions,
+        started=record.started if record else None,
         phases=phases,
     )

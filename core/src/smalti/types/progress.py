@@ -86,7 +86,8 @@ class Outcome:
 class RankInfo:
     """What is known about a run as soon as its ranks are connected. The same on every rank but for `world` and `phases`.
 
-    `plugins` are "name distribution version" lines. `phases` is what this rank is doing, with its progress.
+    `plugins` are "name distribution version" lines. `phases` is what this rank is doing, with its progress. `started` is when
+    this launch began, by which it is told from others in the run directory; None if that is unknown.
     """
 
     id: str
@@ -95,6 +96,7 @@ class RankInfo:
     config: Config
     strategy: str
     plugins: tuple[str, ...]
+    started: float | None = None
     phases: Phases = field(default_factory=Phases, repr=False, compare=False)
 
 

@@ -9,7 +9,7 @@ import sys
 import time
 from typing import cast
 
-from smalti.rundir import CircuitFault, EventWriter, RunDirectory, open_circuit
+from smalti.rundir import CircuitFault, EventWriter, Ownership, RunDirectory, open_circuit
 from smalti.types import FaultAction, GpuFault, RankInfo, RunState
 
 PREFIX = "smalti: fault "
@@ -38,6 +38,8 @@ def record_fault(info: RankInfo, state: RunState, fault: GpuFault, action: Fault
     line = {name: value for name, value in fields.items() if name != "reading"}
     print(f"{PREFIX}{json.dumps({**line, 'step': state.step, 'run': info.id})}", file=sys.stderr, flush=True)
     directory = RunDirectory(info.directory)
+    if not Ownership(directory, info.id, info.started).confirm():
+        return
     try:
         events = EventWriter(directory.node_events_file(info.world.node) if info.world.node else directory.events_file)
         events.append("health", step=state.step or None, **fields)

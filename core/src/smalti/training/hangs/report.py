@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from smalti.rundir import EventWriter, RunDirectory
+from smalti.rundir import EventWriter, Ownership, RunDirectory
 from smalti.system import Process, StackDumps
 from smalti.training.hangs.flight_recorder import Call, sentence
 from smalti.training.hangs.rank_progress import RankProgress, Standstill, described
@@ -72,6 +72,8 @@ def _lines(
 
 def _event(info: RankInfo, state: RunState, message: str, *, stacks: Path | None = None) -> None:
     directory = RunDirectory(info.directory)
+    if not Ownership(directory, info.id, info.started).confirm():
+        return
     place = directory.node_events_file(info.world.node) if info.world.node else directory.events_file
     try:
         events = EventWriter(place)
