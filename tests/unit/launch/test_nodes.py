@@ -12,6 +12,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import pytest
 
 from smalti.errors import ConfigError, ExitCode, PreflightError, UserError
+from smalti.launch.node_checks import check_separate_nodes
 from smalti.launch.nodes import Nodes, wait_for_node_0
 from smalti.plugins import Plugins
 from smalti.rundir import RunDirectory, RunWriter, acquire, read_events
@@ -200,8 +201,8 @@ def test_without_a_preflight_nothing_listens(directory, node, together, port):
 
 
 def test_missing_nodes_are_named_with_their_last_hosts_again_and_again(directory, node, together, monkeypatch, capsys):
-    monkeypatch.setattr("smalti.launch.nodes._SAY_SECONDS", 0.2)
-    monkeypatch.setattr("smalti.launch.nodes._REPEAT_SECONDS", 0.3)
+    monkeypatch.setattr("smalti.launch.node_checks.SAY_SECONDS", 0.2)
+    monkeypatch.setattr("smalti.launch.node_checks.REPEAT_SECONDS", 0.3)
     monkeypatch.setenv("SLURM_JOB_NODELIST", "gpu-[15-17]")
     first = node(0, "--rendezvous_timeout=2")
     with begun(directory, first):
@@ -212,3 +213,32 @@ def test_missing_nodes_are_named_with_their_last_hosts_again_and_again(directory
     assert len(waits) > 3
     assert "present: node 0 (" in waits[-1]
     assert ", node 1 (" in waits[-1]
+
+
+@pytest.fixture
+def separate(tmp_path, configure, plugins, port):
+    """separate(1, "--flag") -> the preflight of that node of two, which has its own directory."""
+    flags = ("--num_processes=2", "--num_machines=2", "--main_process_ip=127.0.0.1", "--no_shared_output_dir", port)
+
+    def check(rank: int, *more: str) -> Callable[[], None]:
+        (tmp_path / f"{rank}").mkdir(exist_ok=True)
+        config = configure(*flags, f"--machine_rank={rank}", f"--output_dir={tmp_path}/{rank}", *more)
+        return lambda: check_separate_nodes(tmp_path / f"{rank}", config, plugins, "cpu", None)
+
+    return check
+
+
+def test_nodes_with_directories_of_their_own_are_compared_too(separate, together, tmp_path):
+    assert ends(together(separate(0), separate(1))) == [None, None]
+    report = json.loads((tmp_path / "0" / "nodes" / "preflight.json").read_text())
+    assert (report["works"], report["measured"]["visible_seconds"]) == (True, None)
+    for error in ends(together(separate(0), separate(1, "--seed=7"))):
+        assert isinstance(error, PreflightError)
+        assert error.message.startswith("seed is 7 on node 1 (")
+
+
+def test_a_node_with_a_directory_of_its_own_waits_for_the_others_no_longer_than_it_may(separate, together):
+    for rank, message in ((0, "node 1 did not start within 1 s"), (1, "cannot connect to node 0 at 127.0.0.1")):
+        [error] = ends(together(separate(rank, "--rendezvous_timeout=1")))
+        assert isinstance(error, PreflightError)
+        assert message in error.message

@@ -1,5 +1,6 @@
 from .checks import check_run as check_run, find_problems as find_problems
 from .node_checks import (
+    Notice as Notice,
     facts_of as facts_of,
     finding_lines as finding_lines,
     identity as identity,

@@ -38,6 +38,11 @@ from smalti.rundir import PREFLIGHT_REPORT, EventWriter
 from smalti.system import write_json_atomically
 from smalti.types import Finding
 
+SAY_SECONDS = 5.0
+"""A wait that is longer is printed."""
+REPEAT_SECONDS = 30.0
+"""A wait is printed again after this long."""
+_POLL_SECONDS = 0.1
 _UNREACHABLE_SECONDS = 15.0
 """A node whose files node 0 sees, but which cannot connect for this long, does not start."""
 
@@ -71,17 +76,45 @@ def identity(options: LaunchOptions) -> Identity:
     )
 
 
+class Notice:
+    """Prints for what is waited: once after a few seconds, then every half minute."""
+
+    def __init__(self) -> None:
+        self._next = SAY_SECONDS
+
+    def print(self, waited: float, sentence: str) -> None:
+        if waited >= self._next:
+            self._next = waited - waited % REPEAT_SECONDS + REPEAT_SECONDS
+            _print(sentence)
+
+
+def check_separate_nodes(directory: Path, config: Config, plugins: Plugins, kind: str, events: EventWriter | None) -> None:
+    """The preflight of nodes that do not share the run directory; each of them calls it. `directory` is that of this node.
+
+    Raises PreflightError if the nodes could not train together, or if they do not find each other in time.
+    """
+    options = config[LaunchOptions]
+    if options.num_machines == 1 or options.shared_output_dir or options.preflight == "off":
+        return
+    checks = NodeChecks(directory, config, plugins, kind)
+    try:
+        checks.gather(events) if options.machine_rank == 0 else checks.take_part()
+    finally:
+        checks.close()
+
+
 class NodeChecks:
     """The checks of a launch, as seen by this node."""
 
-    def __init__(self, folder: Path, config: Config, plugins: Plugins, kind: str) -> None:
+    def __init__(self, directory: Path, config: Config, plugins: Plugins, kind: str) -> None:
         self._options = options = config[LaunchOptions]
-        self._folder = folder
+        self._directory = directory
+        self._folder = directory / "nodes" if options.shared_output_dir else None
         self._port = options.main_process_port or DEFAULT_PORT
         self._own = identity(options)
         self._actions = Actions(
-            output_dir=folder.parent,
-            folder=folder,
+            output_dir=directory,
+            folder=self._folder,
             facts=facts_of(config, plugins, lambda: _devices(kind)),
             measure=lambda seconds: measure_devices(cast(int, _devices(kind)["count"]), seconds),
         )
@@ -97,7 +130,7 @@ class NodeChecks:
     def listen(self) -> None:
         """Accept the other nodes from now on. Raises PreflightError if the port is in use."""
         if self._active:
-            for abandoned in self._folder.glob(".nodes-*"):  # of a launch that was killed
+            for abandoned in (self._directory / "nodes").glob(".nodes-*"):  # of a launch that was killed
                 shutil.rmtree(abandoned, ignore_errors=True)
             address = self._options.main_process_ip or "127.0.0.1"
             self._service = Service(self._own, self._actions, address=address, port=self._port)
@@ -118,10 +151,11 @@ class NodeChecks:
         """
         if self._service is None:
             return
-        path, full = self._folder.parent / PREFLIGHT_REPORT, self._options.preflight == "full"
-        last = read_report(self._folder.parent)
+        path, full = self._directory / PREFLIGHT_REPORT, self._options.preflight == "full"
+        last = read_report(self._directory)
         report = check_nodes(self._service, bandwidth=full, devices=full, last=last, progress=_print)
         with suppress(OSError):
+            path.parent.mkdir(exist_ok=True)
             write_json_atomically(path, report.as_json())
         if events is not None:
             message = f"preflight of {len(report.nodes)} nodes: {summary(report)}"
@@ -132,6 +166,21 @@ class NodeChecks:
         if not report.works:
             raise failure(report.of_level("error"))
         _print(f"preflight: {summary(report)}")
+
+    def gather(self, events: EventWriter | None) -> None:
+        """Wait until all nodes have connected, then `run`. Only where nothing else is known about them."""
+        self.listen()
+        seconds, notice, begun = self._options.rendezvous_timeout, Notice(), time.monotonic()
+        while missing := sorted(set(range(self._options.num_machines)) - self.connected()):
+            names, waited = ", ".join(f"node {rank}" for rank in missing), time.monotonic() - begun
+            if waited > seconds:
+                fix = f"start the same command there with --machine_rank={missing[0]}; --rendezvous_timeout waits longer"
+                error = Finding(check="nodes", level="error", message=f"{names} did not start within {seconds} s", fix=fix)
+                self._end([error])
+                raise failure([error])
+            notice.print(waited, f"waiting for {names}, for {waited:.0f} of {seconds} s")
+            time.sleep(_POLL_SECONDS)
+        self.run(events)
 
     def _end(self, errors: list[Finding]) -> None:
         assert self._service is not None
@@ -144,6 +193,20 @@ class NodeChecks:
         """Connect to node 0, from now on, in a thread."""
         if self._active and self._agent is None:
             self._agent = Agent(self._own, self._actions, self._options.main_process_ip or "", self._port)
+
+    def take_part(self) -> None:
+        """Connect to node 0 and wait until it lets this node start. Only where nothing else is known about it."""
+        self.connect()
+        seconds, notice, begun = self._options.rendezvous_timeout, Notice(), time.monotonic()
+        assert self._agent is not None
+        while self._agent.ended is None:
+            self.raise_failure()
+            if (error := self.unreachable(begun, seconds)) is not None:
+                raise error
+            waited = time.monotonic() - begun
+            notice.print(waited, f"waiting for node 0 at {self._options.main_process_ip}, for {waited:.0f} s")
+            time.sleep(_POLL_SECONDS)
+        self.raise_failure()
 
     def raise_failure(self) -> None:
         """Raises PreflightError if node 0 has refused this node, or the checks have failed."""
@@ -160,11 +223,11 @@ class NodeChecks:
             found = [Finding(check="", level="error", message=message, fix=fix) for message, fix in errors]
             raise failure(found)
 
-    def unreachable(self, since: float) -> PreflightError | None:
+    def unreachable(self, since: float, seconds: float | None = None) -> PreflightError | None:
         """Why this node cannot connect to node 0; None if it can. Node 0 listens `since` this time of the monotonic clock."""
         if self._agent is None or (reason := self._agent.unreachable) is None:
             return None
-        if time.monotonic() - max(since, reason[1]) < _UNREACHABLE_SECONDS:
+        if time.monotonic() - max(since, reason[1]) < (_UNREACHABLE_SECONDS if seconds is None else seconds):
             return None
         where = f"{self._options.main_process_ip}, port {self._port}"
         fix = "give all nodes the same --main_process_ip and --main_process_port, and allow TCP to it (firewall, network)"
@@ -215,6 +278,8 @@ def _values(config: Config) -> dict[str, object]:
     """The options that all nodes share; none if some are not valid."""
     try:
         values: dict[str, object] = json.loads(json.dumps(config.masked(config.shared_values())))
+        if not config[LaunchOptions].shared_output_dir:
+            del values["output_dir"]
     except InvalidOptionError:
         return {}
     return values

@@ -26,15 +26,11 @@ import click
 from smalti.config import Config, LaunchOptions
 from smalti.errors import ConfigError, ExitCode, PreflightError, Problem, UserError
 from smalti.launch.elastic.messages import Generation, read_generation
-from smalti.launch.node_checks import NodeChecks
+from smalti.launch.node_checks import NodeChecks, Notice
 from smalti.plugins import Plugins
 from smalti.rundir import POLL_SECONDS, EventWriter, RunDirectory
 from smalti.system import expand_hostlist, write_json_atomically
 
-_SAY_SECONDS = 5.0
-"""A wait that is longer is printed."""
-_REPEAT_SECONDS = 30.0
-"""A wait is printed again after this long."""
 _CHECK_SECONDS = 2.0
 """How often node 0 looks at the others while it scans the data."""
 
@@ -66,7 +62,7 @@ def wait_for_node_0(directory: RunDirectory, seconds: float, check: Callable[[],
 
     Raises PreflightError if there is no sign of node 0 for this number of seconds.
     """
-    notice = _Notice()
+    notice = Notice()
     for waited in _while_node_0_lives(directory, seconds):
         check()
         heartbeat = directory.heartbeat()
@@ -85,8 +81,8 @@ class Nodes:
         self._folder = directory.path / "nodes"
         self._config = config
         self._options = config[LaunchOptions]
-        self._checks = NodeChecks(self._folder, config, plugins, kind)
-        self._notice = _Notice()
+        self._checks = NodeChecks(directory.path, config, plugins, kind)
+        self._notice = Notice()
         self._announced = 0.0
         self._least, self.present = self._options.node_range
         self._others = set(range(self.present)) - {self._options.machine_rank}
@@ -193,7 +189,8 @@ class Nodes:
         """Wait until node 0 has the run directory. Raises PreflightError if it does not, or if it has another one."""
         if running_group(self._directory) is not None:
             return
-        self._checks.connect()
+        if not self._options.elastic or running_group(self._directory) is None:
+            self._checks.connect()
         wait_for_node_0(self._directory, self._options.rendezvous_timeout, self._checks.raise_failure)
 
     def join(self) -> None:
@@ -303,18 +300,6 @@ class Nodes:
 
     def _file(self, rank: int) -> Path:
         return self._folder / f"node-{rank}.json"
-
-
-class _Notice:
-    """Prints for what is waited: once after a few seconds, then every half minute."""
-
-    def __init__(self) -> None:
-        self._next = _SAY_SECONDS
-
-    def print(self, waited: float, sentence: str) -> None:
-        if waited >= self._next:
-            self._next = waited - waited % _REPEAT_SECONDS + _REPEAT_SECONDS
-            click.echo(f"smalti: {sentence}", err=True)
 
 
 def running_group(directory: RunDirectory) -> Generation | None:

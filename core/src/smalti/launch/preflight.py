@@ -35,6 +35,7 @@ from smalti.launch.checks import check_run, refuse_fault_loop
 from smalti.launch.elastic.group import Group
 from smalti.launch.elastic.sizes import possible_sizes
 from smalti.launch.network import check_main_address
+from smalti.launch.node_checks import check_separate_nodes
 from smalti.launch.nodes import Nodes, running_group
 from smalti.launch.plan import (
     LaunchPlan,
@@ -169,6 +170,8 @@ class Preparation:
             if self.nodes is not None:
                 self.nodes.join() if self.writer is None else self.nodes.gather(self.writer.events)
                 self.nodes.close()
+            events = self.writer.events if self.writer is not None else None
+            check_separate_nodes(self.directory.path, self.config, self.plugins, accelerator_kind(self.config), events)
             sys.stdout.flush()
             with stop_on_drain(self.config):
                 code, message = self._run(standby)

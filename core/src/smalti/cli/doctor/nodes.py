@@ -24,13 +24,11 @@ from smalti.doctor import (
     measure_devices,
 )
 from smalti.errors import ConfigError, ExitCode, InvalidOptionError, PreflightError, UserError
-from smalti.launch import DEFAULT_PORT, facts_of, finding_lines, identity, read_report
+from smalti.launch import DEFAULT_PORT, Notice, facts_of, finding_lines, identity, read_report
 from smalti.plugins import Plugins
 from smalti.types import Finding
 
 _COLOURS = {"ok": "green"}
-_SAY_SECONDS = 5.0
-_REPEAT_SECONDS = 30.0
 
 
 def check_this_node(words: Sequence[str], *, as_json: bool, measure: bool) -> int:
@@ -70,7 +68,7 @@ def _actions(config: Config, plugins: Plugins, options: LaunchOptions, output_di
     assert isinstance(count, int)
     return Actions(
         output_dir=output_dir,
-        folder=output_dir,
+        folder=output_dir if options.shared_output_dir else None,
         facts=facts_of(config, plugins, lambda: facts),
         measure=lambda seconds: measure_devices(count, seconds),
     )
@@ -124,17 +122,13 @@ def _with_missing(report: NodesReport, missing: list[int], *, refused: bool, sec
 
 def _notice(service: Service, seconds: int, last: NodesReport | None) -> Callable[[float, list[int]], None]:
     """Prints which nodes are missing, after a few seconds and then every half minute."""
-    due = _SAY_SECONDS
+    notice = Notice()
     hosts = dict(last.nodes) if last is not None else {}
 
     def say(waited: float, missing: list[int]) -> None:
-        nonlocal due
-        if waited < due:
-            return
-        due = waited - waited % _REPEAT_SECONDS + _REPEAT_SECONDS
         names = ", ".join(f"node {rank}{f' ({hosts[rank]})' if rank in hosts else ''}" for rank in missing)
         here = ", ".join(member.identity.name for member in service.members().values())
-        _print(f"waiting for {names}, for {waited:.0f} of {seconds} s; present: {here}")
+        notice.print(waited, f"waiting for {names}, for {waited:.0f} of {seconds} s; present: {here}")
 
     return say
 
@@ -154,7 +148,7 @@ def _print_report(report: NodesReport) -> None:
 def _take_part(options: LaunchOptions, actions: Actions) -> int:
     port = options.main_process_port or DEFAULT_PORT
     agent = Agent(identity(options), actions, str(options.main_process_ip), port)
-    where, due = f"node 0 at {options.main_process_ip}, port {port}", _SAY_SECONDS
+    where, notice = f"node 0 at {options.main_process_ip}, port {port}", Notice()
     try:
         while not agent.done:
             unreachable = agent.unreachable
@@ -164,9 +158,9 @@ def _take_part(options: LaunchOptions, actions: Actions) -> int:
                     f"cannot connect to {where}: {unreachable[0]}",
                     fix="start the same command there with --machine_rank=0, and allow TCP to that port",
                 )
-            if unreachable is not None and waited > due:
-                due = waited - waited % _REPEAT_SECONDS + _REPEAT_SECONDS
-                _print(f"waiting for {where}, for {waited:.0f} of {options.rendezvous_timeout} s: {unreachable[0]}")
+            if unreachable is not None:
+                limit = options.rendezvous_timeout
+                notice.print(waited, f"waiting for {where}, for {waited:.0f} of {limit} s: {unreachable[0]}")
             time.sleep(0.1)
     finally:
         agent.close()

@@ -39,12 +39,13 @@ class Identity:
 class Actions:
     """What a node does on request of node 0.
 
-    `folder` is in `output_dir`, and where this node expects what all nodes share. `facts` returns what this node has.
+    `folder` is in `output_dir`, and where this node expects what all nodes share; None if they share nothing. `facts` returns
+    what this node has.
     `measure` returns the speed of its devices; it may take as many seconds for each of them.
     """
 
     output_dir: Path
-    folder: Path
+    folder: Path | None
     facts: Callable[[], Message]
     measure: Callable[[float], Message]
 
@@ -102,7 +103,13 @@ class Actions:
         return {}
 
     def _shared(self, arguments: Message) -> Path:
+        if self.folder is None:
+            raise OSError("this node has --no_shared_output_dir")
         return self.folder / Path(str(arguments["folder"])).name
+
+    def sees(self, name: str) -> bool:
+        """Whether this node sees a folder of node 0 with this name."""
+        return self.folder is None or not name or sees(self.folder / Path(name).name)
 
 
 class Agent:
@@ -164,9 +171,8 @@ class Agent:
             )
             welcome = channel.receive(_HANDSHAKE_SECONDS)
             if "refused" not in welcome:
-                shared = self._actions.folder / Path(str(welcome["folder"])).name
                 place = f"{self._actions.output_dir} on {mount_of(self._actions.output_dir)}"
-                channel.send({"sees": sees(shared), "output_dir": place})
+                channel.send({"sees": self._actions.sees(str(welcome["folder"])), "output_dir": place})
                 welcome = channel.receive(_HANDSHAKE_SECONDS)
             if "refused" in welcome:
                 self.refused = welcome

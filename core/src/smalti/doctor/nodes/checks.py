@@ -109,7 +109,9 @@ def _clocks(service: Service, comparison: Comparison) -> dict[str, float]:
 
 
 def _storage(service: Service, comparison: Comparison) -> float | None:
-    """How long the renamed files of all nodes have taken, at most, to be seen by all; None if that failed."""
+    """How long the renamed files of all nodes have taken, at most, to be seen by all; None if they are not."""
+    if service.folder is None:
+        return None
     folder, ranks = service.folder.name, list(comparison.names)
     names = {rank: f"node-{rank}" for rank in ranks}
     texts = dict.fromkeys(ranks, _WRITABLE)

@@ -47,8 +47,8 @@ class Member:
 class Service:
     """Accepts the other nodes in a thread; `request` and `end` are for one thread.
 
-    `folder` must be a directory that all nodes share: node 0 makes a folder of its own in it. Raises PreflightError if the port
-    cannot be used, OSError if the folder cannot be made.
+    Node 0 makes a folder of its own where all nodes share one (`Actions.folder`). Raises PreflightError if the port cannot be
+    used, OSError if the folder cannot be made.
     """
 
     def __init__(self, own: Identity, actions: Actions, *, address: str, port: int) -> None:
@@ -61,13 +61,14 @@ class Service:
         self._handshakes: set[Channel] = set()
         self._requests = 0
         self._socket = _listen(port)
-        try:
-            actions.folder.mkdir(parents=True, exist_ok=True)
-            self.folder = actions.folder / f".nodes-{self.token}"
-            self.folder.mkdir()
-        except OSError:
-            self._socket.close()
-            raise
+        self.folder = None if actions.folder is None else actions.folder / f".nodes-{self.token}"
+        """Where the nodes write files for each other; None if they share nothing."""
+        if self.folder is not None:
+            try:
+                self.folder.mkdir(parents=True)
+            except OSError:
+                self._socket.close()
+                raise
         self._mount = f"{actions.output_dir} on {mount_of(actions.output_dir)}"
         here, there = socket.socketpair()
         self._members[0] = Member(identity=own, address=address, channel=Channel(here))
@@ -156,9 +157,10 @@ class Service:
             local = self._members[0].channel
         for channel in (*channels, local):
             channel.close()
-        remove_all(self.folder)
-        with suppress(OSError):
-            self.folder.rmdir()
+        if self.folder is not None:
+            remove_all(self.folder)
+            with suppress(OSError):
+                self.folder.rmdir()
 
     def _stop_listening(self) -> None:
         with suppress(OSError):
@@ -201,7 +203,7 @@ class Service:
         )
         problem = self._mismatch(node, hello)
         if problem is None:
-            channel.send({"folder": self.folder.name})
+            channel.send({"folder": self.folder.name if self.folder is not None else ""})
             answer = channel.receive(_HANDSHAKE_SECONDS)
             if not answer["sees"]:
                 places = f"{answer['output_dir']} on {node.name}, {self._mount} on {self.own.name}"
