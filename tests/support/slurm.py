@@ -151,7 +151,7 @@ class Slurm:
 class SlurmRun:
     """A run of the toy family as a job, with the script that `smalti launch slurm` writes."""
 
-    def __init__(self, slurm: Slurm, *, nodes: int, words: Sequence[str] = (), **options: object) -> None:
+    def __init__(self, slurm: Slurm, *, nodes: int | str, words: Sequence[str] = (), **options: object) -> None:
         self.slurm = slurm
         self.folder = slurm.cluster.place / "job"
         self.folder.mkdir(exist_ok=True)

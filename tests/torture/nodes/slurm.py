@@ -41,6 +41,19 @@ def lost_node_with_spare(slurm: Slurm, report: Report) -> None:
     report.expect("node 0 is node0" in run.output.rpartition("smalti: note: this is node")[2], run.output)
 
 
+def lost_node_of_a_range(slurm: Slurm, report: Report) -> None:
+    """A run on a range of nodes continues without a lost one within the job, whose result is that of the run."""
+    run = SlurmRun(slurm, nodes="1:2", words=["--node_timeout=10"])
+    step = run.wait_for_step(3)
+    slurm.cluster.kill(1)
+    run.since = time.time() + 10
+    run.wait_for_step(step, _LOST_SECONDS)
+    report.expect(slurm.job(run.job)["Restarts"] == "0", "the job was queued again")
+    run.ask_to_stop()
+    run.wait_for_state("FAILED")
+    report.expect(slurm.job(run.job)["ExitCode"] == "7:0", slurm.job(run.job)["ExitCode"])
+
+
 def drained_node(slurm: Slurm, report: Report) -> None:
     """The run notices that SLURM drains one of its nodes, saves, and resumes on another one."""
     run = SlurmRun(slurm, nodes=2)
@@ -78,7 +91,8 @@ def faulty_node(slurm: Slurm, report: Report) -> None:
 
 
 SCENARIOS: Mapping[str, Callable[[Slurm, Report], None]] = {
-    each.__name__: each for each in (lost_node, lost_node_with_spare, drained_node, time_limit, faulty_node)
+    each.__name__: each
+    for each in (lost_node, lost_node_with_spare, lost_node_of_a_range, drained_node, time_limit, faulty_node)
 }
 
 

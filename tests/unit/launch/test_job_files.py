@@ -2,16 +2,20 @@
 
 import json
 import os
+import socket
 import subprocess
 import time
 from pathlib import Path
 
 import pytest
 import yaml
+from click.testing import CliRunner
 from hypothesis import HealthCheck, Phase, example, given, settings, strategies as st
 
+from smalti.cli.jobs.launch import launch
 from smalti.errors import ExitCode, UserError
 from smalti.launch import Job, KubernetesOptions, SlurmOptions, job_of, job_script, manifest, nodes_with_faults, result_of
+from smalti.launch.elastic.excluded import exclude
 from smalti.launch.schedulers.job import job_name
 from smalti.rundir import CircuitFault, acquire, open_circuit
 from smalti.rundir.directory import RunDirectory
@@ -151,6 +155,17 @@ def test_spare_nodes_take_the_place_of_failed_ones_within_the_job(cluster, code,
     assert (len(tries), all("--no-kill" in line for line in tries)) == (starts, True)
 
 
+def test_a_range_of_nodes_asks_for_the_most_of_them_and_keeps_the_job_when_one_is_lost(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    flags = ["--model_family=toy", "--instance_data_dir=p", "--output_dir=run", "--max_train_steps=4", "--use_cpu"]
+    called = CliRunner().invoke(launch, ["slurm", *flags, "--nodes=2:3", "--dry-run"], catch_exceptions=False)
+    assert {"#SBATCH --nodes=3", "#SBATCH --no-kill"} <= set(called.output.splitlines())
+    assert "--kill-on-bad-exit=0 --no-kill \\\n" in called.output
+    assert "--nodes=2:3 --grace_seconds=300 --num_machines=3 --num_processes=3" in called.output
+    with pytest.raises(UserError, match="is not a number of nodes"):
+        CliRunner().invoke(launch, ["slurm", *flags, "--nodes=2-3"], catch_exceptions=False)
+
+
 def directives(job: Job = PLAIN, **options) -> list[str]:
     script = job_script(job, SlurmOptions(**options), program=("smalti",), folder=Path("/w"), file=Path("/w/f"), title="x")
     return [line.removeprefix("#SBATCH ") for line in script.splitlines() if line.startswith("#SBATCH")]
@@ -278,6 +293,8 @@ def test_nodes_whose_accelerators_have_failed_within_a_week_are_left_out(tmp_pat
         fault = CircuitFault(kind="ecc", time=time.time() - days * 86400, step=1, host=host, rank=0)
         open_circuit(tmp_path, 0, fault)
     assert nodes_with_faults(tmp_path) == {"gpu-1"}
+    exclude(tmp_path, 1, None)
+    assert nodes_with_faults(tmp_path) == {"gpu-1", socket.gethostname().partition(".")[0]}
 
 
 def test_srun_is_not_believed_when_it_returns_0(tmp_path):
@@ -292,10 +309,6 @@ def test_srun_is_not_believed_when_it_returns_0(tmp_path):
 
 
 def test_a_job_is_written_once_and_submitted_with_the_nodes_to_leave_out(tmp_path, monkeypatch):
-    from click.testing import CliRunner
-
-    from smalti.cli.jobs.launch import launch
-
     monkeypatch.chdir(tmp_path)
     Cluster(tmp_path)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
@@ -314,10 +327,6 @@ def test_a_job_is_written_once_and_submitted_with_the_nodes_to_leave_out(tmp_pat
 
 
 def test_a_configuration_that_cannot_train_is_not_written(tmp_path, monkeypatch):
-    from click.testing import CliRunner
-
-    from smalti.cli.jobs.launch import launch
-
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError, match="no dataset given"):
         CliRunner().invoke(launch, ["slurm", "--model_family=toy", "--output_dir=run"], catch_exceptions=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -44,7 +45,7 @@ def _shared(function: F) -> F:
     """The options of both schedulers."""
     for declared in reversed(
         (
-            click.option("--nodes", type=click.IntRange(min=1), help="Number of nodes. Default: --num_machines."),
+            click.option("--nodes", help="Number of nodes, or MIN:MAX as in smalti train. Default: that of the configuration."),
             click.option("--gpus_per_node", type=click.IntRange(min=1), help="GPUs of each node, one rank for each."),
             click.option("--job_name", metavar="NAME", help="Name of the job. Default: that of the run directory."),
             click.option(
@@ -91,7 +92,7 @@ def launch() -> None:
 @click.option("--setup", multiple=True, help='A line of shell that runs first, as in "module load cuda". May be repeated.')
 def slurm(
     arguments: tuple[str, ...],
-    nodes: int | None,
+    nodes: str | None,
     gpus_per_node: int | None,
     job_name: str | None,
     output: Path | None,
@@ -149,7 +150,7 @@ def slurm(
 @click.option("--resource", multiple=True, metavar="NAME=COUNT", help="A further resource of a pod, as in rdma/hca=1.")
 def kubernetes(
     arguments: tuple[str, ...],
-    nodes: int | None,
+    nodes: str | None,
     gpus_per_node: int | None,
     job_name: str | None,
     output: Path | None,
@@ -177,17 +178,17 @@ def kubernetes(
 
 
 def _job(
-    arguments: Sequence[str], *, nodes: int | None, gpus: int | None, name: str | None, limited: bool = False
+    arguments: Sequence[str], *, nodes: str | None, gpus: int | None, name: str | None, limited: bool = False
 ) -> tuple[Job, Path | None]:
     """The job and the configuration file. Raises ConfigError and UserError for a configuration that cannot be launched."""
-    command_line = CommandLine.parse(arguments)
+    if nodes is not None and re.fullmatch(r"[1-9]\d*(:[1-9]\d*)?", nodes) is None:
+        raise UserError(f"--nodes={nodes} is not a number of nodes", fix="--nodes=4, or --nodes=4:6 for a range")
+    count = int(nodes.rpartition(":")[2]) if nodes else None
+    command_line = CommandLine.parse([*arguments, *([f"--nodes={nodes}"] if nodes and ":" in nodes else [])])
     words = command_line.without(*_PER_NODE)
-    job = job_of(
-        _config(command_line.without(*_PER_NODE[:-1]), nodes), words, nodes=nodes, gpus=gpus, name=name, limited=limited
-    )
-    overrides = [*job.words, f"--num_processes={job.processes}"]
-    checked = _config(overrides, job.nodes)
-    check(checked, command_line.plugins)
+    given = _config(command_line.without(*_PER_NODE[:-1]), count)
+    job = job_of(given, words, nodes=count, gpus=gpus, name=name, limited=limited)
+    check(_config([*job.words, f"--num_processes={job.processes}"], job.nodes), command_line.plugins)
     return job, command_line.file
 
 

@@ -19,7 +19,8 @@ class Job:
     """A run as a scheduler starts it.
 
     `words` is the configuration file with the options of the run, without those that say which node this is. `processes` is the
-    number of ranks over all nodes, and `gpus` of GPUs on each; 0 for a run on CPUs. `grace` is in seconds.
+    number of ranks over all nodes, and `gpus` of GPUs on each; 0 for a run on CPUs. `grace` is in seconds. An `elastic` run
+    continues when some of its nodes are lost, so the job must too.
     """
 
     name: str
@@ -29,6 +30,7 @@ class Job:
     processes: int
     gpus: int
     grace: int
+    elastic: bool = False
 
 
 def job_of(
@@ -67,6 +69,7 @@ def job_of(
         processes=processes,
         gpus=0 if launch.use_cpu else per_node,
         grace=grace,
+        elastic=launch.elastic,
     )
 
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from smalti.errors import ExitCode
+from smalti.launch.elastic.excluded import read_excluded
 from smalti.rundir import RunDirectory, read_circuits
 from smalti.system import expand_hostlist, unusable_nodes
 
@@ -17,10 +18,14 @@ _CLOCKS = 60.0
 
 
 def nodes_with_faults(directory: Path, now: float | None = None) -> set[str]:
-    """The hosts, without their domains, on which accelerators have failed in this run, see `smalti.rundir.circuit`."""
+    """The hosts, without their domains, on which accelerators have failed in this run, and those that its group excludes.
+
+    See `smalti.rundir.circuit` and `smalti.launch.elastic.excluded`.
+    """
     since = (time.time() if now is None else now) - FAULT_DAYS * 86400
     faults = (fault for circuit in read_circuits(directory).values() for fault in circuit.faults)
-    return {fault.host.partition(".")[0] for fault in faults if fault.time > since}
+    hosts = [fault.host for fault in faults if fault.time > since] + [each.host for each in read_excluded(directory)]
+    return {host.partition(".")[0] for host in hosts}
 
 
 def split_nodes(directory: Path, environment: Mapping[str, str]) -> tuple[list[str], list[str]]:

@@ -95,7 +95,8 @@ def job_script(job: Job, options: SlurmOptions, *, program: Sequence[str], folde
     Raises UserError for a value that a directive cannot have.
     """
     words = [*job.words, f"--num_machines={job.nodes}", f"--num_processes={job.processes}"]
-    cpus = options.cpus_per_task
+    cpus, kept = options.cpus_per_task, options.spares or job.elastic
+    # --overlap: the step that has lost a node may still hold the cores of the others.
     exports = f"export SRUN_CPUS_PER_TASK={cpus}\n" if cpus else ""  # srun does not take it from the job
     return _TEMPLATE.format(
         title=comment(title),
@@ -109,7 +110,7 @@ def job_script(job: Job, options: SlurmOptions, *, program: Sequence[str], folde
         spares=options.spares,
         requeues=options.requeues,
         failures=options.failures,
-        no_kill=" --no-kill --overlap" if options.spares else "",  # the step with the lost node may still hold its cores
+        no_kill=(" --no-kill" if kept else "") + (" --overlap" if options.spares else ""),
         words=shlex.join(words),
     )
 
@@ -133,6 +134,6 @@ def _directives(job: Job, options: SlurmOptions) -> list[str]:
     if bad := [line for line in options.directives if not line.startswith("-") or "\n" in line]:
         raise UserError(f"not a directive of SLURM: {bad[0]!r}", fix='as in --sbatch="--constraint=h100"')
     whole = ["--exclusive"] if options.cpus_per_task is None and job.nodes + options.spares > 1 else []
-    kept = ["--no-kill"] if options.spares else []  # the job stays when one of its nodes fails
+    kept = ["--no-kill"] if options.spares or job.elastic else []  # the job stays when one of its nodes fails
     named = [f"--{name}={value}" for name, value in values.items() if value != ""]
     return [*named, *whole, *kept, "--requeue", "--open-mode=append", *options.directives]
