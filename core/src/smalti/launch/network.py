@@ -10,6 +10,7 @@ import ipaddress
 import socket
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -71,7 +72,7 @@ def interface_settings(options: LaunchOptions, environment: Mapping[str, str]) -
         interface = route_to(options.main_process_ip or "") if wanted else None
     except OSError:
         interface = None
-    if interface is None or (options.machine_rank == 0 and not _is_own(options.main_process_ip or "")):
+    if interface is None or (_is_node_0(options) and not _is_own(options.main_process_ip or "")):
         return {}
     # NCCL takes a name for the beginning of names, unless it follows a "=".
     values = {GLOO_VARIABLE: interface.name, NCCL_VARIABLE: f"={interface.name}"}
@@ -107,7 +108,7 @@ def check_main_address(options: LaunchOptions, environment: Mapping[str, str]) -
             f"main_process_ip={address} is {', '.join(places)} on this node: the loopback, which no other node reaches",
             fix=f"give the address of node 0 as a number ({has}), or remove the name from the line {places[0]} of /etc/hosts",
         )
-    if options.machine_rank == 0 and not _is_own(address):
+    if _is_node_0(options) and not _is_own(address):
         raise PreflightError(
             f"main_process_ip={address} is not an address of this node, which is node 0; {has}",
             fix=f"give one of these on all nodes, or start node 0 where {address} is; {GLOO_VARIABLE} and {NCCL_VARIABLE} name "
@@ -115,6 +116,18 @@ def check_main_address(options: LaunchOptions, environment: Mapping[str, str]) -
         )
     only = ", the loopback: all nodes have to be on this machine" if _is_loopback(interface.address) else ""
     return f"{how}{only}"
+
+
+def check_known_address(options: LaunchOptions, environment: Mapping[str, str]) -> None:
+    """`check_main_address` for a node that is going to wait for node 0, unless the name of node 0 does not resolve yet."""
+    with suppress(OSError):
+        _resolved(options.main_process_ip or "")
+        check_main_address(options, environment)
+
+
+def _is_node_0(options: LaunchOptions) -> bool:
+    """Whether this node has to have the address; in an elastic launch another one can take the place of node 0."""
+    return options.machine_rank == 0 and not options.elastic
 
 
 def _places(address: str, seconds: float) -> list[str]:

@@ -37,7 +37,7 @@ _PAUSE_SECONDS = 5.0
 
 
 def watch_nodes() -> None:
-    """Let the agent of this process begin to watch when it has met the others. For a fixed number of nodes."""
+    """Let the agent of this process begin to watch when it has met the others by a static rendezvous."""
     from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
     meet = StaticTCPRendezvous.next_rendezvous

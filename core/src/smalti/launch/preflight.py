@@ -34,7 +34,7 @@ from smalti.errors import ConfigError, ExitCode, GpuFaultError, TakenOverError
 from smalti.launch.checks import check_run, refuse_fault_loop
 from smalti.launch.elastic.group import Group
 from smalti.launch.elastic.sizes import possible_sizes
-from smalti.launch.network import check_main_address
+from smalti.launch.network import check_known_address, check_main_address
 from smalti.launch.node_checks import check_separate_nodes
 from smalti.launch.nodes import Nodes, running_group
 from smalti.launch.plan import (
@@ -109,6 +109,7 @@ class Preparation:
         joins = several and (options.machine_rank > 0 or (options.elastic and running_group(directory) is not None))
         nodes = Nodes(directory, config, plugins, kind) if several else None
         if nodes is not None and joins:
+            check_known_address(options, environment)
             nodes.wait_for_node_0()
         network = check_main_address(options, environment) if write else ""
         config, given = choose_precision(config, kind, directory), config
