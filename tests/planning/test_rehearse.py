@@ -35,6 +35,7 @@ def test_a_rehearsal_on_gpus_that_are_not_there_is_kept(asked, tmp_path):
     assert traffic["forward", "all_gather", 8, 1] >= 2 * first.parameters, "in bf16, within a node"
     assert traffic["backward", "reduce_scatter", 8, 1] >= 4 * first.parameters, "in fp32, within a node"
     assert traffic["backward", "all_reduce", 2, 2] == pytest.approx(4 * first.parameters / 8, rel=0.01), "between nodes"
+    assert {each.kind for each in first.operations} == {"matmul", "attention"}, "by a kernel, without a matrix of scores"
     assert first.resident.optimizer > 2 * first.resident.parameters
     assert first.phases["validation"].device.total > first.resident.total, "the weights of training are kept beside the average"
     [kept] = (tmp_path / "cache").rglob("rehearsals.json")

@@ -117,6 +117,11 @@ class Ledger(TorchDispatchMode):
             if not cell.on_host and cell.kind in _PASSING:
                 self._become(cell, kind)
 
+    def forget(self, phase: str) -> None:
+        """Begin anew to look for the largest moment of device memory in this phase."""
+        if phase in self.moments:
+            self.moments[phase].total, self.moments[phase].device = 0, {}
+
     def take_counts(self) -> Counted:
         """What was sent and computed since the last call."""
         taken, self.counts = self.counts, Counted()

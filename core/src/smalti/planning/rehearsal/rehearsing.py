@@ -6,18 +6,21 @@ from contextlib import ExitStack
 from dataclasses import fields
 from typing import Literal, cast
 
+import torch
+
 from smalti.config import Config
 from smalti.data import Bucket
 from smalti.models import dry_run
-from smalti.parallel import pins_memory
+from smalti.parallel import Parallel, pins_memory
 from smalti.planning.records import MemoryParts, Operations, PhasePeak, Rehearsal, Traffic
-from smalti.planning.rehearsal import cluster, fake_tensors, replicas
+from smalti.planning.rehearsal import attention, cluster, fake_tensors, replicas
 from smalti.planning.rehearsal.ledger import Counted, Ledger
 from smalti.planning.rehearsal.request import Request
 from smalti.planning.rehearsal.samples import largest_square
 from smalti.planning.rehearsal.stage import Stage
 from smalti.plugins import Plugins, choose_distributed, find_family
 from smalti.training import open_parallel
+from smalti.types import DistributedPlan
 
 _ALLOCATION_UNIT = 512
 """CUDA's caching allocator rounds sizes up to a multiple of this."""
@@ -36,38 +39,43 @@ class Rehearsing:
         request, config, plugins = self._request, self._config, self._plugins
         cluster.join(request.rank, request.ranks, local=request.local)
         fake_tensors.install()
+        attention.install()
         plan = choose_distributed(config, plugins)
         kind = "cpu" if request.kind == "cpu" else _kind()
         pins_memory(kind)  # which fake memory would always be
-        with fake_tensors.RehearsalMode() as mode:
-            pass
-        parallel = open_parallel(plan, config)
-        with dry_run(), mode, Ledger(kind, _ALLOCATION_UNIT if kind != "cpu" else 1) as ledger:
-            replicas.install(lambda: ledger.counting(ledger.phase, "gradients"))
-            with ledger.counting("load", "frozen"):
-                family = find_family(config, plugins)
-            bucket = Bucket(request.width, request.height) if request.width else largest_square(config, family.alignment)
-            stage = Stage(
-                config=config,
-                plugins=plugins,
-                plan=plan,
-                parallel=parallel,
-                ledger=ledger,
-                family=family,
-                bucket=bucket,
-                notes=self.notes,
-            )
-            for self.phase, act in (
-                ("encoding", stage.encode),
-                ("load", stage.build),
-                ("step", stage.step),
-                ("save", stage.save),
-                ("validation", stage.validate),
-            ):
-                act()
-            return self._record(stage, plan.name)
+        mode = fake_tensors.RehearsalMode()
+        with dry_run():
+            stage = self._opened(open_parallel(plan, config), plan)
+            with mode, stage.ledger:
+                for self.phase, act in (
+                    ("encoding", stage.encode),
+                    ("load", stage.build),
+                    ("step", stage.step),
+                    ("save", stage.save),
+                    ("validation", stage.validate),
+                ):
+                    act()
+                return self._record(stage)
 
-    def _record(self, stage: Stage, strategy: str) -> Rehearsal:
+    def _opened(self, parallel: Parallel, plan: DistributedPlan) -> Stage:
+        request, config = self._request, self._config
+        kind = torch.device(parallel.world.device).type
+        ledger = Ledger(kind, _ALLOCATION_UNIT if kind != "cpu" else 1)
+        replicas.install(lambda: ledger.counting(ledger.phase, "gradients"))
+        family = find_family(config, self._plugins)
+        bucket = Bucket(request.width, request.height) if request.width else largest_square(config, family.alignment)
+        return Stage(
+            config=config,
+            plugins=self._plugins,
+            plan=plan,
+            parallel=parallel,
+            ledger=ledger,
+            family=family,
+            bucket=bucket,
+            notes=self.notes,
+        )
+
+    def _record(self, stage: Stage) -> Rehearsal:
         request, run = self._request, stage.run
         resident, host = stage.resident
         modelled = replicas.replicas_in(run.model) is not None
@@ -134,8 +142,6 @@ def operations_of(counted: Counted) -> tuple[Operations, ...]:
 
 
 def _kind() -> str:
-    import torch
-
     device = torch.accelerator.current_accelerator()
     assert device is not None
     return device.type

@@ -127,7 +127,7 @@ class Stage:
         run.boundary.reach()
         batch = self.samples.batch()
         ledger.take_counts()
-        with ledger.counting("forward", "activations"), self._phases():
+        with ledger.counting("forward"), self._phases():
             train_step(run, batch)
         if (replicas := replicas_in(run.model)) is not None:
             key = ("all_reduce", "backward", run.world.size, -(-run.world.size // run.world.local_size))
@@ -187,10 +187,12 @@ class Stage:
                 with torch.no_grad():
                     encode(1)
                 self.ledger.mark_rest("frozen")
+                self.ledger.forget(phase)
                 with torch.no_grad():
                     return encode(self.config[DataOptions].train_batch_size)
         except (OSError, UserError) as error:
-            self.notes.append(f"the phase '{phase}' was not counted, because files of the model are missing: {error}")
+            self.ledger.moments.pop(phase, None)
+            self.notes.append(f"'{phase}' was not counted, because files of the model are missing: {error}")
             return None
 
     def _example(self) -> dict[str, Tensor]:
@@ -227,6 +229,7 @@ class Stage:
         run, parallel = self.run, cast(Any, self.run.parallel)
         with ExitStack() as undo:
             for owner, name, phase in (
+                (run, "loss", "forward"),
                 (parallel, "backward", "backward"),
                 (run, "clip_gradients", "clip"),
                 (parallel, "step", "step"),
@@ -238,20 +241,24 @@ class Stage:
 
     @contextmanager
     def _counted(self, owner: Any, name: str, phase: str) -> Iterator[None]:
-        own = getattr(owner, name)
+        own, kept = getattr(owner, name), name in vars(owner)
 
         def counted(*arguments: Any, **named: Any) -> Any:
-            with self.ledger.counting(phase):
-                made = own(*arguments, **named)
-                if phase == "backward":
-                    self.ledger.mark((parameter.grad for parameter in self.run.model.parameters()), "gradients")
-                return made
+            self.ledger.begin(phase, "activations" if phase == "forward" else "temporaries")  # until the next one begins
+            made = own(*arguments, **named)
+            self.ledger.kind = "temporaries"
+            if phase == "backward":
+                self.ledger.mark((parameter.grad for parameter in self.run.model.parameters()), "gradients")
+            return made
 
         setattr(owner, name, counted)
         try:
             yield
         finally:
-            delattr(owner, name)
+            if kept:
+                setattr(owner, name, own)
+            else:
+                delattr(owner, name)
 
 
 class _NoLoader:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, partial
 from hashlib import sha256
@@ -114,7 +115,8 @@ class Components:
         """A frozen part with its weights, in eval mode, without gradients; or a tokenizer or scheduler."""
         loaded: object
         if is_dry_run() and issubclass(self._class(part), nn.Module):
-            loaded = self.build(part).to(dtype)
+            with _default_dtype(dtype):  # as what is read in it: no part is there in another type first
+                loaded = self.build(part)
         elif part in self.replaced:
             with without_weights():
                 model = self.build(part).to(dtype)
@@ -198,6 +200,16 @@ class Components:
             raise UserError(f"{self.folder} has no {part}", fix=f"it is a {self.pipeline}; is that the right family?")
         library, name = self._classes[part]
         return class_of(library, name)
+
+
+@contextmanager
+def _default_dtype(dtype: torch.dtype | None) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype or before)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 def frozen_tensors(weights: PartWeights, *, fixed: bool = True) -> dict[str, Computed]:
