@@ -14,6 +14,7 @@ RUNS = {
     "recompute": (1, {"mixed_precision": "bf16"}, ("gradient_checkpointing",)),
     "ddp, accumulation, average": (2, {"gradient_accumulation_steps": 2}, ("use_ema",)),
     "fsdp2": (2, {}, ("fsdp_enable",)),
+    "zero3": (2, {"deepspeed_config": '{"zero_optimization": {"stage": 3}}'}, ()),
     "fsdp2, accumulation, average, bf16": (
         2,
         {"gradient_accumulation_steps": 2, "mixed_precision": "bf16"},

@@ -43,6 +43,26 @@ def test_a_rehearsal_on_gpus_that_are_not_there_is_kept(asked, tmp_path):
     assert kept.stat().st_size < 64 * 1024
 
 
+def test_a_pipeline_without_weights_is_enough(tmp_path):
+    import tiny
+
+    folder = tmp_path / "pipeline"
+    tiny.flux(folder)
+    for path in folder.rglob("*.safetensors"):
+        path.unlink()
+    flags = {"model_family": "flux", "pretrained_model_name_or_path": folder, "resolution": 64, "tokenizer_max_length": 32}
+    own = {name: value for name, value in COMMON.items() if not name.startswith("toy")} | flags
+    words = as_words(
+        {**own, "instance_data_dir": tmp_path, "output_dir": tmp_path / "run"}, ["use_cpu", "gradient_checkpointing"]
+    )
+    with forked_processes(ranks=1, group=False) as process:
+        [told] = process.run(rehearsed, words, micro_batch=2)
+    assert told.error is None
+    assert told.text_tokens == 32
+    assert {"encode texts", "encode images", "validation"} <= told.phases.keys()
+    assert told.phases["encode texts"].device.frozen > 0
+
+
 def failing(words):
     """A rehearsal in which the model of the family fails."""
     import smalti_toy.family

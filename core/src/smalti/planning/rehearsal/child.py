@@ -94,10 +94,15 @@ def explained(error: Exception, phase: str) -> RehearsalError:
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if "/torch/" not in frame.filename and "/planning/rehearsal/" not in frame.filename]
     last = (own or list(frames))[-1]
+    from smalti.planning.rehearsal.fake_tensors import NEEDS_VALUES
+
     is_users = isinstance(error, UserError)
+    message = str(error) if is_users else f"{type(error).__name__}: {error}"
+    if isinstance(error, NEEDS_VALUES):
+        message = f"this cannot be rehearsed, because it depends on values of tensors: {error}"
     fix = f"\n  fix: {error.fix}" if isinstance(error, UserError) and error.fix else ""
     return RehearsalError(
-        message=f"{error}{fix}" if is_users else f"{type(error).__name__}: {error}",
+        message=f"{message}{fix}",
         where=f"{last.filename}:{last.lineno} in {last.name}",
         phase=phase,
         user=is_users,

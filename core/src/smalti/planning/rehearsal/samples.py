@@ -82,7 +82,7 @@ class Samples:
         size, device = self.config[DataOptions].train_batch_size, self.world.device
         width, height = self.bucket.width, self.bucket.height
         crop = SizeConditioning(width=width, height=height, left=0, top=0)
-        pixels = torch.empty(size, 3, height, width, device=device) if self.latents is None else None
+        pixels = torch.zeros(size, 3, height, width, device=device) if self.latents is None else None
         latents = None if self.latents is None else torch.cat([self.latents] * size).to(device)
         rows = None if self.texts is None else self.texts.rows([""] * size)
         return MicroBatch(
@@ -103,6 +103,6 @@ def encoded_latents(family: ModelFamily, bucket: Bucket, batch: int, device: str
     """One row of what the cache of latents would hold, in host memory; None for a family that has no such cache."""
     if not isinstance(family, Cacheable):
         return None
-    pixels = torch.empty(batch, 3, bucket.height, bucket.width, device=device)
+    pixels = torch.zeros(batch, 3, bucket.height, bucket.width, device=device)
     with torch.no_grad():
         return latents_to_keep(family, pixels)[:1].to("cpu")

@@ -27,6 +27,7 @@ from smalti.data import Bucket, Encoded, Loader
 from smalti.errors import UserError
 from smalti.models import Cacheable, ModelFamily, SampleRequest, ShapeWeights, Weights, without_weights
 from smalti.parallel import Communicator, FailureDetector, GlooCommunicator, Parallel, ProcessGroupParallel, named_state
+from smalti.planning.rehearsal.fake_tensors import NEEDS_VALUES
 from smalti.planning.rehearsal.ledger import Counted, Ledger
 from smalti.planning.rehearsal.replicas import hook_gradients, replicas_in
 from smalti.planning.rehearsal.samples import CAPTION, ExampleTexts, Samples, encoded_latents, one_bucket
@@ -175,8 +176,12 @@ class Stage:
             conditioning=run.encoded.conditioning(prompts, self.device),
             unconditional=run.encoded.conditioning(prompts, self.device, negative=True),
         )
-        with self.ledger.counting("validation"), eval_mode(run) as model, run.parallel.autocast():
-            run.family.sample(model, request)
+        try:
+            with self.ledger.counting("validation"), eval_mode(run) as model, run.parallel.autocast():
+                run.family.sample(model, request)
+        except NEEDS_VALUES as error:  # some samplers look for their place in a list of noise levels
+            self.ledger.moments.pop("validation", None)
+            self.notes.append(f"'validation' was not counted, because it depends on values: {error}")
 
     # --- parts ------------------------------------------------------------------------------------------------------
 
@@ -193,7 +198,10 @@ class Stage:
         except (OSError, UserError) as error:
             self.ledger.moments.pop(phase, None)
             self.notes.append(f"'{phase}' was not counted, because files of the model are missing: {error}")
-            return None
+        except NEEDS_VALUES as error:
+            self.ledger.moments.pop(phase, None)
+            self.notes.append(f"'{phase}' was not counted, because it depends on values: {error}")
+        return None
 
     def _example(self) -> dict[str, Tensor]:
         rows = self.family.example_conditioning(self.bucket.width, self.bucket.height)
