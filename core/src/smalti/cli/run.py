@@ -187,7 +187,7 @@ class Watcher:
             if event.text("phase") != "training":
                 self._display.update(PhaseProgress(phase_of(event), event.time))
             return
-        if event.text("state") == "starting":
+        if event.text("state") in ("starting", "restarting"):
             self.progress = None
         if text := self._text(event):
             self._display.print(text)
@@ -215,7 +215,7 @@ class Watcher:
         """An event as text; "" for one that is not shown."""
         message = event.text("message")
         match event.kind:
-            case "state" if event.text("state") in ("starting", "running"):
+            case "state" if event.text("state") in ("starting", "running", "restarting"):
                 return f"{event.text('state')} {message}".rstrip()
             case "checkpoint":
                 return f"checkpoint of step {event.step}: {self._watched.path / event.text('path')}"
@@ -227,6 +227,8 @@ class Watcher:
                 return f"error: {event.text('error')}: {message}"
             case "control_ack":
                 return f"{event.text('kind')} {'accepted' if event.fields.get('accepted') else 'refused'}: {message}"
+            case "generation":
+                return message
             case "log" | "warning" | "health":
                 return f"{event.kind}: {message}"
             case "malformed":

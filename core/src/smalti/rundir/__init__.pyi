@@ -50,6 +50,7 @@ from .visibility import (
 )
 from .writer import (
     ATTEMPT_VARIABLE as ATTEMPT_VARIABLE,
+    GROUP_VARIABLE as GROUP_VARIABLE,
     STOPPED_EARLY as STOPPED_EARLY,
     RunWriter as RunWriter,
     acquire as acquire,

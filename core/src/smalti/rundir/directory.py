@@ -56,6 +56,8 @@ REFUSED = "refused"
 
 RUN_KIND = "smalti-run"
 _RATE_STEPS = 32
+RESTARTING = "restarting"
+"""The state between two generations of a group of nodes: the run goes on."""
 _log = logging.getLogger(__name__)
 
 

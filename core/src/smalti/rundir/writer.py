@@ -29,6 +29,7 @@ from smalti.errors import ExitCode, UserError
 from smalti.rundir.directory import (
     POLL_SECONDS,
     REFUSED,
+    RESTARTING,
     Condition,
     Request,
     RequestKind,
@@ -54,6 +55,8 @@ from smalti.system import Process
 
 ATTEMPT_VARIABLE = "SMALTI_ATTEMPT"
 """The environment variable that identifies the attempt at the run to which a process belongs."""
+GROUP_VARIABLE = "SMALTI_GENERATION"
+"""The environment variable that is set in processes of a group of nodes that can start again (`smalti.launch.elastic`)."""
 PHASE_SECONDS = 1.0
 """The least time between two events about phases. A shorter phase may be omitted."""
 
@@ -229,6 +232,7 @@ class RunWriter:
             if self.ownership.confirm():
                 add_worker(self.directory, self.record, None)
                 write_record(self.directory, self.record)
+                self._append_state(RESTARTING, "the ranks are started again")
 
     def keep_files(self) -> None:
         """Remember the changed files that describe how the run was started, to restore them if the directory is lost."""
@@ -289,6 +293,9 @@ class RunWriter:
         """Write the final state of the loop. No event may follow."""
         self._restore_if_lost(surely=True)
         self.ownership.confirm()
+        if code is ExitCode.GPU_FAULT and GROUP_VARIABLE in os.environ:
+            self._append_state(RESTARTING, message, step=step)  # its launcher decides
+            return
         self._append_state(condition, message, step=step, exit_code=code, **fields)
 
     def end_launch(self, code: ExitCode, message: str) -> None:

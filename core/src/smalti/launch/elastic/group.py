@@ -106,15 +106,12 @@ class Group:
         """Print what the generation is, but for the first one of all nodes; the host writes an event."""
         launch, accumulation = config[LaunchOptions], config[TrainingOptions].gradient_accumulation_steps
         step = self._newest_step()
+        where = f"{_nodes(generation.used)} of {generation.present}" if self._several else "this node"
+        ranks = "1 rank" if launch.num_processes == 1 else f"{launch.num_processes} ranks"
+        batch = f"{ranks}, gradient_accumulation_steps={accumulation}, from step {step}"
+        line = "; ".join(filter(None, (f"generation {generation.number}: {where}, {batch}", generation.message)))
         if generation.number > 1 or generation.used < self._options.num_machines:
-            where = f"{_nodes(generation.used)} of {generation.present}" if self._several else "this node"
-            batch = f"{launch.num_processes} ranks, gradient_accumulation_steps={accumulation}"
-            since = f"; {generation.message}" if generation.message else ""
-            print(
-                f"smalti: generation {generation.number}: {where}, {batch}, from step {step}{since}",
-                file=sys.stderr,
-                flush=True,
-            )
+            print(f"smalti: {line}", file=sys.stderr, flush=True)
         if self.writer is not None:
             self.writer.events.append(
                 "generation",
@@ -124,7 +121,8 @@ class Group:
                 spares=generation.present - generation.used,
                 world_size=launch.num_processes,
                 accumulation=accumulation,
-                message=generation.message,
+                reason=generation.message,
+                message=line,
             )
 
     def _resume_from(self, generation: Generation) -> str:

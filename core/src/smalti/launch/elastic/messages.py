@@ -12,9 +12,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
+from smalti.rundir import GROUP_VARIABLE
 from smalti.system import write_json_atomically
 
-GENERATION_VARIABLE = "SMALTI_GENERATION"
+GENERATION_VARIABLE = GROUP_VARIABLE
 """The environment variable with the place of this node in its generation: only where a group can start again."""
 GENERATION_FILE = Path("nodes", "generation.json")
 _GROUP_END = "group.json"
