@@ -19,6 +19,7 @@ MASKED = "***"
 _ADDRESS = re.compile(r"https?://[^\s\"'<>\\]+")
 """In options that may hold secrets, and in files that they name, an address of a receiver is one."""
 _SMALL = 1 << 20
+_LONGEST_NAME = 100
 _SHORTEST = 6
 """Shorter values are no usable secrets, and replacing them would damage other texts."""
 _SECRET_NAME = re.compile(
@@ -35,20 +36,21 @@ _PATTERNS = (
     (re.compile(r"\beyJ[A-Za-z0-9_\-]{10,}\.[A-Za-z0-9_\-]{5,}\.[A-Za-z0-9_\-]*"), MASKED),
     (re.compile(r"(?i)(/api/webhooks/\d+/)[\w\-]+"), rf"\1{MASKED}"),
     (re.compile(r"(?i)(hooks\.slack\.com/\w+/)[\w/\-]+"), rf"\1{MASKED}"),
-    (re.compile(r"([a-zA-Z][a-zA-Z0-9+.\-]*://)[^/\s:@\"']*:[^/\s@\"']+@"), rf"\1{MASKED}@"),
+    (re.compile(r"([a-zA-Z][a-zA-Z0-9+.\-]{0,30}://)[^/\s:@\"']*:[^/\s@\"']+@"), rf"\1{MASKED}@"),
     (
         re.compile(r"(?i)([?&](x-amz-[a-z\-]*|sig|signature|token|key|access_token|api_key|password|code)=)[^&\s\"'\\]+"),
         rf"\1{MASKED}",
     ),
-    (re.compile(r"-----BEGIN [A-Z ]*PRIVATE KEY-----.*?-----END [A-Z ]*PRIVATE KEY-----", re.DOTALL), MASKED),
+    (re.compile(r"-----BEGIN [A-Z ]*PRIVATE KEY-----.{0,10000}?-----END [A-Z ]*PRIVATE KEY-----", re.DOTALL), MASKED),
 )
 _ASSIGNMENT = re.compile(
-    r"""(?P<name>["']?[\w.\-]+["']?)(?P<equals>\s*[=:]\s*)(?P<value>"(?:[^"\\\n]|\\.)*"|'[^'\n]*'|[^\s,;"'\[\]{}#]+)"""
+    r"""(?P<name>["']?(?<![\w.\-])[\w.\-]++["']?)(?P<equals>\s*[=:]\s*)(?P<value>"(?:[^"\\\n]|\\.)*"|'[^'\n]*'|[^\s,;"'\[\]{}#]+)"""
 )
 
 
 def is_secret_name(name: str) -> bool:
     """Whether a value under this name may be a secret: HF_TOKEN, aws_secret_access_key, password."""
+    name = name[-_LONGEST_NAME:]  # searching takes the square of the length
     return _SECRET_NAME.search(name) is not None and _NO_SECRET.fullmatch(name) is None
 
 
