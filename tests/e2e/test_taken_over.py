@@ -4,38 +4,56 @@ from __future__ import annotations
 
 import json
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
-
-import pytest
+from pathlib import Path
 
 from smalti.rundir.directory import RunDirectory
 from smalti.system.process import Process
 
+ENDLESS = {
+    "max_train_steps": 100_000,
+    "checkpoint_step_interval": 3,
+    "validation_prompt": "circle number 1",
+    "validation_step_interval": 4,
+}
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_a_run_that_was_taken_over_leaves_the_directory_as_it_is(tmp_path, start, ranks):
-    run = start(
-        tmp_path / "run",
-        max_train_steps=100_000,
-        train_batch_size=4,
-        num_processes=ranks,
-        checkpoint_step_interval=3,
-        validation_prompt="circle number 1",
-        validation_step_interval=4,
-    )
-    run.wait_for_step(3)
-    directory = RunDirectory(tmp_path / "run")
+
+def take_over(directory: RunDirectory) -> tuple[str, list[Path]]:
+    """Another launch owns the directory from now on. Returns its heartbeat, and the checkpoints that were there."""
     other = replace(Process.current(), host="other-host", pid_namespace="elsewhere")
     content = json.dumps({"process": asdict(other), "started": 1.0})
     directory.heartbeat_file.write_text(content)
     time.sleep(0.2)  # a rename may just be under way
-    saved = sorted(directory.checkpoints.glob("step-*"))
+    return content, sorted(directory.checkpoints.glob("step-*"))
+
+
+def is_left_alone(directory: RunDirectory, content: str, saved: list[Path]) -> bool:
+    states = {event.text("state") for event in directory.events() if event.kind == "state"}
+    unchanged = sorted(directory.checkpoints.glob("step-*")) == saved and directory.heartbeat_file.read_text() == content
+    return unchanged and states == {"starting", "running"}
+
+
+def test_a_run_that_was_taken_over_leaves_the_directory_as_it_is(tmp_path, start):
+    run = start(tmp_path / "run", **ENDLESS, train_batch_size=4)
+    run.wait_for_step(3)
+    directory = RunDirectory(tmp_path / "run")
+    content, saved = take_over(directory)
     code, output = run.wait()
     assert code == 11, output
-    assert "process " in output
     assert f"on other-host has taken over {directory.path}" in output
     assert "to resume" not in output
-    assert directory.heartbeat_file.read_text() == content
-    assert directory.status().condition != "stopped"
-    assert [event.text("state") for event in directory.events() if event.kind == "state"] == ["starting", "running"]
-    assert sorted(directory.checkpoints.glob("step-*")) == saved, "no checkpoint became visible"
+    assert is_left_alone(directory, content, saved)
+
+
+def test_all_ranks_stop(tmp_path, train):
+    directory = RunDirectory(tmp_path / "run")
+    with ThreadPoolExecutor(1) as thread:
+        running = thread.submit(train, directory.path, **ENDLESS, train_batch_size=2, num_processes=2)
+        while (last := directory.latest("step")) is None or (last.step or 0) < 3:
+            assert not running.done(), running.result()
+            time.sleep(0.05)
+        content, saved = take_over(directory)
+        run = running.result()
+    assert run.code == 11, run.output
+    assert is_left_alone(directory, content, saved)
