@@ -100,7 +100,7 @@ def test_cores_are_shared_out_over_the_ranks_of_a_machine_unless_the_user_says_s
     config = configure("--num_processes=8", "--num_machines=2", "--main_process_ip=h")
     assert plan(config).environment["OMP_NUM_THREADS"] == "3"
     assert plan(config, kind="cuda").environment["OMP_NUM_THREADS"] == "3"
-    assert plan(config, environment={"OMP_NUM_THREADS": "5"}).environment == {}
+    assert "OMP_NUM_THREADS" not in plan(config, environment={"OMP_NUM_THREADS": "5"}).environment
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
