@@ -84,6 +84,7 @@ def test_no_bundle_has_a_secret_of_the_environment_or_the_configuration(tmp_path
         "postgres://me:SeCrEt@host/db",
         'aws_secret_access_key = "SeCrEt/with+signs"',
         "password: SeCrEt",
+        'message = "403 for x, token: SeCrEt"',
         '{"client_secret": "SeCrEt"}',
         "-----BEGIN OPENSSH PRIVATE KEY-----\nSeCrEt\n-----END OPENSSH PRIVATE KEY-----",
     ],

@@ -129,11 +129,14 @@ def _forms(value: str) -> set[str]:
 
 def _assignment(match: re.Match[str]) -> str:
     name, value = match["name"].strip("\"'"), match["value"]
-    if not is_secret_name(name) or value in ("null", "None", "true", "false", '""', "''") or MASKED in value:
+    mark = value[0] if value[0] in "\"'" else ""
+    if not is_secret_name(name):  # a text in quotes may have an assignment in it
+        inner = _ASSIGNMENT.sub(_assignment, value[1:-1]) if mark else ""
+        return f"{match['name']}{match['equals']}{mark}{inner}{mark}" if mark else match[0]
+    if value in ("null", "None", "true", "false", '""', "''") or MASKED in value:
         return match[0]
     if re.fullmatch(r"-?[\d.]+", value) and name.lower() not in ("password", "pin"):
         return match[0]
-    mark = value[0] if value[0] in "\"'" else ""
     return f"{match['name']}{match['equals']}{mark}{MASKED}{mark}"
 
 
