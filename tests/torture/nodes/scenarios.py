@@ -15,6 +15,7 @@ from random import Random
 import psutil
 
 from smalti.checkpoint import CheckpointStore, verify
+from smalti.rundir import read_events
 from support.nodes import Cluster, forbidden
 from support.nodes.runs import Run
 
@@ -334,6 +335,62 @@ def clock_behind(scene: Scene) -> None:
     scene.report.expect(scene.codes == (0,), f"the second run: {scene.codes}: {again.outputs()[0][-800:]}")
 
 
+def elastic(scene: Scene, **options: object) -> Run:
+    """A run that continues on one node when the other is lost."""
+    nodes = {node: {"nodes": "1:2"} for node in (0, 1)}
+    return scene.start(own=nodes, gradient_accumulation_steps=1, max_train_steps=60, node_timeout=5, **options)
+
+
+def generations(scene: Scene) -> list[tuple[int, int]]:
+    """The ranks and the accumulation of each."""
+    found = [each for each in read_events(scene.directory / "events.jsonl") if each.kind == "generation"]
+    return [(int(each.number("world_size") or 0), int(each.number("accumulation") or 0)) for each in found]
+
+
+def elastic_node_killed(scene: Scene) -> None:
+    elastic(scene)
+    scene.cluster.kill(1)
+    scene.wait()
+    scene.expect(0, -9, saved=True)
+    scene.report.expect(generations(scene) == [(4, 1), (2, 2)], f"generations {generations(scene)}")
+
+
+def elastic_node_0_killed(scene: Scene) -> None:
+    elastic(scene)
+    scene.cluster.kill(0)
+    scene.wait()
+    scene.expect(-9, 0, saved=True)
+    scene.report.expect(generations(scene) == [(4, 1), (2, 2)], f"generations {generations(scene)}")
+
+
+def elastic_link_cut(scene: Scene) -> None:
+    """Each node takes the other for lost, and both see the run directory: only one continues."""
+    elastic(scene)
+    scene.cluster.cut(1)
+    printed = scene.wait()
+    scene.report.expect(scene.codes.count(0) == 1 and None not in scene.codes, f"exit codes {scene.codes}: {printed[-3000:]}")
+    scene.expect(*scene.codes, saved=True)
+    steps = [each.step for each in read_events(scene.directory / "events.jsonl") if each.kind == "step"]
+    scene.report.expect(len(steps) - len(set(steps)) <= 3, f"steps are made twice: {steps}")
+
+
+def elastic_worker_killed(scene: Scene) -> None:
+    elastic(scene)
+    _only(scene, 1, "launch.worker")[0].kill()
+    scene.wait()
+    scene.expect(0, 0, saved=True)
+    scene.report.expect(generations(scene) == [(4, 1), (4, 1)], f"generations {generations(scene)}")
+
+
+def elastic_stopped(scene: Scene) -> None:
+    """A stop is no loss: nothing starts again."""
+    elastic(scene)
+    scene.cluster.signal(1, signal.SIGTERM)
+    scene.wait()
+    scene.expect(6, 6, within=20, saved=True)
+    scene.report.expect(generations(scene) == [(4, 1)], f"generations {generations(scene)}")
+
+
 def taken_over(scene: Scene) -> None:
     """A run that was stopped for long is taken over by one on another node, and writes nothing more when it goes on."""
     first = scene.start(nodes=(0,), use_ema="true")
@@ -438,6 +495,11 @@ SCENARIOS: Mapping[str, Callable[[Scene], None]] = {
     "clock of node 1 ahead by 10 min": clock_ahead,
     "second run, its clock ahead by 10 min": clock_takeover,
     "run of a killed node, clock behind by 10 min": clock_behind,
+    "elastic, node 1 killed": elastic_node_killed,
+    "elastic, node 0 killed": elastic_node_0_killed,
+    "elastic, link cut": elastic_link_cut,
+    "elastic, a worker killed": elastic_worker_killed,
+    "elastic, SIGTERM to all of node 1": elastic_stopped,
     "run taken over while it was stopped": taken_over,
     "encoding for longer than the time-out": long_encoding,
     "rank 0 busy for 2.5 time-outs": busy_main_rank,
