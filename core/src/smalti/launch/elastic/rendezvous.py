@@ -177,12 +177,22 @@ class GroupMember:
         self._end = replace(end, decision=decide(code, faulty=faulty, alone=place.most == 1))
         if self._handler is not None:
             post = {"decision": self._end.decision, "code": int(code), "message": message, "name": place.name}
-            with suppress(Exception):  # the host is gone
-                self._handler._store.set(f"{_ENDED}{place.machine_rank}", json.dumps(post))
+            self._post(json.dumps(post))
             if place.is_host and self._end.decision != "end":
                 with suppress(Exception):
                     self._collect()
         self._end.write(folder)
+
+    def _post(self, text: str) -> None:
+        """Write to the store, for `STORE_SECONDS` at most: if the link to the host is cut, torch waits for much longer."""
+
+        def post() -> None:
+            with suppress(Exception):  # the host is gone
+                self._handler._store.set(f"{_ENDED}{self._place.machine_rank}", text)
+
+        thread = threading.Thread(target=post, daemon=True)
+        thread.start()
+        thread.join(STORE_SECONDS)
 
     def _collect(self) -> None:
         """On the host: wait until every other node has posted what it does, or is lost."""
