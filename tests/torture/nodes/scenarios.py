@@ -364,12 +364,11 @@ def elastic_node_0_killed(scene: Scene) -> None:
 
 
 def elastic_link_cut(scene: Scene) -> None:
-    """Each node takes the other for lost, and both see the run directory: only one continues."""
-    elastic(scene)
+    """Each node takes the other for lost, and both see the run directory: one continues, the other ends with its result."""
+    elastic(scene, rendezvous_timeout=20)
     scene.cluster.cut(1)
-    printed = scene.wait()
-    scene.report.expect(scene.codes.count(0) == 1 and None not in scene.codes, f"exit codes {scene.codes}: {printed[-3000:]}")
-    scene.expect(*scene.codes, saved=True)
+    scene.wait()
+    scene.expect(0, 0, saved=True)
     steps = [each.step for each in read_events(scene.directory / "events.jsonl") if each.kind == "step"]
     scene.report.expect(len(steps) - len(set(steps)) <= 3, f"steps are made twice: {steps}")
 
