@@ -77,3 +77,8 @@ def test_ways_that_fit_come_first_and_the_fastest_of_them_first():
     fitting = [each.seconds for each in found if each.fit.level == "fits"]
     assert fitting == sorted(fitting)
     assert len(fitting) > 1
+
+
+def test_ranks_share_a_save_whoever_holds_copies():
+    saved = [counted(strategy).counted.save_bytes for strategy in (WHOLE, sharded(8))]
+    assert saved == [12 * MODEL.trained // 8] * 2

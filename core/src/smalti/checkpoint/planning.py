@@ -82,19 +82,39 @@ def plan_on_all_ranks(communicator: Communicator, tensors: Mapping[str, Tensor])
         return json.dumps([_digest(encoded + shapes), previous])
 
     messages = [json.loads(text) for text in run_on_all_ranks(communicator, exchange)]
-    held = _digest(json.dumps([digest for digest, _ in messages]))
+    digests = [digest for digest, _ in messages]
+    held = _digest(json.dumps(digests))
     if latest is not None and all(previous == held for _, previous in messages):
         return latest
     plans: list[WritePlan] = []
-    texts = run_on_all_ranks(communicator, lambda: encoded)
+    parts = run_on_all_ranks(communicator, lambda: part_of(encoded, digests, communicator.world.rank))
 
     def make() -> str:
-        plans.append(_make_plan(held, texts, communicator.world.rank, tensors))
+        plans.append(_make_plan(held, joined(parts, digests), communicator.world.rank, tensors))
         return ""
 
     run_on_all_ranks(communicator, make)
     [_latest] = plans
     return _latest
+
+
+def part_of(text: str, digests: Sequence[str], rank: int) -> str:
+    """The part of its text that a rank sends: all that hold the same send different parts, so that replicas cost nothing.
+
+    With 4,096 ranks that hold 8 different shards, a rank receives 0.1 MB instead of 50 MB.
+    """
+    holders = [other for other, digest in enumerate(digests) if digest == digests[rank]]
+    place, count = holders.index(rank), len(holders)
+    return text[len(text) * place // count : len(text) * (place + 1) // count]
+
+
+def joined(parts: Sequence[str], digests: Sequence[str]) -> list[str]:
+    """The whole text of each rank, from the parts of `part_of` in rank order."""
+    whole: dict[str, list[str]] = {}
+    for digest, part in zip(digests, parts, strict=True):
+        whole.setdefault(digest, []).append(part)
+    texts = {digest: "".join(found) for digest, found in whole.items()}
+    return [texts[digest] for digest in digests]
 
 
 def _make_plan(held: str, texts: Sequence[str], rank: int, tensors: Mapping[str, Tensor]) -> WritePlan:

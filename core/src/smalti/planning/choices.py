@@ -132,7 +132,7 @@ def estimate(
         shard=strategy.divided.get("state"),
         options={**strategy.options, **strategy.recompute[recompute]},
     )
-    memory = memory_of(model, run, strategy, candidate)
+    memory = memory_of(model, run, strategy, candidate, world.size)
     counted = Rehearsal(
         candidate=candidate,
         device=device.name,

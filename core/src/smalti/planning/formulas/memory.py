@@ -26,14 +26,14 @@ class Memory:
     phases: dict[str, PhasePeak]
 
 
-def memory_of(model: ModelFacts, run: RunFacts, strategy: Strategy, candidate: Candidate) -> Memory:
-    """The memory of one rank with `candidate.micro_batch` samples of the counted size in each micro-batch."""
-    return _Formula(model, run, strategy, candidate).result()
+def memory_of(model: ModelFacts, run: RunFacts, strategy: Strategy, candidate: Candidate, ranks: int) -> Memory:
+    """The memory of one of `ranks` ranks with `candidate.micro_batch` samples of the counted size in each micro-batch."""
+    return _Formula(model, run, strategy, candidate, ranks).result()
 
 
 class _Formula:
-    def __init__(self, model: ModelFacts, run: RunFacts, strategy: Strategy, candidate: Candidate) -> None:
-        self.model, self.run, self.strategy, self.candidate = model, run, strategy, candidate
+    def __init__(self, model: ModelFacts, run: RunFacts, strategy: Strategy, candidate: Candidate, ranks: int) -> None:
+        self.model, self.run, self.strategy, self.candidate, self.ranks = model, run, strategy, candidate, ranks
         self.batch = candidate.micro_batch / strategy.context
         blocks = model.sample.blocks
         self.largest = max((block.parameters for block in blocks), default=model.largest)
@@ -50,7 +50,9 @@ class _Formula:
         resident = self.between()
         host = sum(size for part, size in self.held.items() if part in self.strategy.offloaded)
         host += 0 if self.run.ema_on_device else self.ema
-        written = self.held["weights"] + self.held["state"] + self.ema
+        # Ranks share the work of a save, whoever holds a copy; weights are saved in fp32.
+        saved = self.model.trained * (4 + self.run.state_bytes + (4 if self.run.ema else 0))
+        written = int(saved / self.ranks)
         phases = {name: PhasePeak(device=parts, host=host) for name, parts in self.moments(resident).items()}
         phases["save"] = PhasePeak(device=resident, host=host + written, pinned=written)
         return Memory(resident=resident, resident_host=host, phases=phases)
