@@ -27,6 +27,7 @@ from .damage import damaged, rotated
 from .data import bad_inputs_and_tables, changing_worlds, failing_threads, resumed_anywhere, resumed_briefly
 from .gpu_health import failing_drivers, failing_gpus, healthy_gpus, one_failing_driver
 from .hostile import hostile
+from .nodes.elastic import elastic, elastic_briefly
 from .nodes.faults import faults_on_nodes, one_fault_on_nodes
 from .nodes.scenarios import one_scenario, scenarios
 from .nodes.slurm import one_slurm_job, slurm_jobs
@@ -80,6 +81,7 @@ GROUPS: dict[str, tuple[str, Round, int]] = {
     "D10": ("nodes that are lost, cut, stopped, different", scenarios, 3),
     "D11": ("jobs of SLURM on nodes that are lost or drained", slurm_jobs, 3),
     "E": ("webhooks whose receivers fail", failing_receivers, 2),
+    "F": ("groups of nodes that lose one", elastic, 2),
     "G": ("broken plugins", plugged, 2),
     "H": ("soak over two nodes, S3, webhooks, GPUs", soak, 6),
 }
@@ -87,6 +89,7 @@ GROUPS: dict[str, tuple[str, Round, int]] = {
 SHORT = {
     agreed: agreed_once,
     scenarios: one_scenario,
+    elastic: elastic_briefly,
     slurm_jobs: one_slurm_job,
     soak: soak_briefly,
     faults_on_nodes: one_fault_on_nodes,
@@ -101,7 +104,20 @@ SHORT = {
     failing_receivers: few_failing_receivers,
 }
 SERVERS = {faulty_requests, faulty_checkpoints, stopping_server, refused_requests, racing_writers, many_keys, faulty_network}
-REAL = {faults_on_nodes, scenarios, soak, killed, resumed, stopped, killed_in_phases, agreed, paused, *SERVERS, *SHORT.values()}
+REAL = {
+    faults_on_nodes,
+    scenarios,
+    elastic,
+    soak,
+    killed,
+    resumed,
+    stopped,
+    killed_in_phases,
+    agreed,
+    paused,
+    *SERVERS,
+    *SHORT.values(),
+}
 """Rounds that need a disk below them, or its space; those that fake a crash do not, and one without spares much time."""
 
 

@@ -1,0 +1,96 @@
+"""F: groups of three nodes that lose one at a random step, by a kill, a cut, a fault or a killed rank, and continue.
+
+The end is bit by bit that of a run that was stopped at the step of the loss and continued on the nodes that remained, and
+within rounding that of a run that lost nothing.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from random import Random
+
+import torch
+from safetensors.torch import load_file
+
+from smalti.checkpoint import CheckpointStore
+from smalti.rundir import RunDirectory
+from support.nodes import Cluster, forbidden
+from support.nodes.runs import Run
+
+from ..subject import Report
+
+NODES, LAST = 3, 120
+PROBE = Path(__file__).parents[2] / "e2e" / "probe"
+BATCH: dict[str, object] = {"train_batch_size": 1, "gradient_accumulation_steps": 2, "max_train_steps": LAST}  # 6 samples
+ROUNDING = 1e-3
+
+
+def _group(cluster: Cluster, directory: Path, **options: object) -> Run:
+    own = {node: {"nodes": f"2:{NODES}"} for node in range(NODES)}
+    return Run(cluster, directory, nodes=tuple(range(NODES)), ranks=1, own=own, **{**BATCH, **options})  # type: ignore[arg-type]
+
+
+def _tensors(directory: Path, step: int) -> dict[str, torch.Tensor]:
+    folder = RunDirectory(directory).checkpoints / f"step-{step:08d}"
+    paths = sorted(folder.rglob("*.safetensors"))
+    return {f"{path.relative_to(folder).parent} {name}": value for path in paths for name, value in load_file(path).items()}
+
+
+def _compare(report: Report, cluster: Cluster, place: Path, remaining: tuple[int, ...], step: int) -> None:
+    """With a run of all nodes that stops at the step, continued on two; and with one that is not stopped."""
+    found = _tensors(place / "run", LAST)
+    orderly, whole = place / "orderly", place / "whole"
+    for directory, steps in ((orderly, step), (whole, LAST)):
+        first = _group(cluster, directory, max_train_steps=steps)
+        report.expect(first.codes() == [0] * NODES, f"the undisturbed run: {first.outputs()}")
+    options = {**BATCH, "gradient_accumulation_steps": 3}
+    second = Run(cluster, orderly, nodes=remaining, ranks=1, **options)  # type: ignore[arg-type]
+    report.expect(second.codes() == [0, 0], f"the continued run: {second.outputs()}")
+    expected, undisturbed = _tensors(orderly, LAST), _tensors(whole, LAST)
+    other = [name for name, value in expected.items() if name not in found or not torch.equal(value, found[name])]
+    report.expect(not other and expected.keys() == found.keys(), f"not bit-equal to the orderly stop at {step}: {other[:5]}")
+    norms = [(name, value.double().norm(), undisturbed[name].double().norm()) for name, value in found.items()]
+    far = [name for name, mine, theirs in norms if abs(mine - theirs) > ROUNDING * (theirs + ROUNDING)]
+    report.expect(not far, f"not within rounding of the undisturbed run: {far[:5]}")
+
+
+def elastic(random: Random, place: Path) -> Report:
+    """One loss of a random kind on a random node at a random step."""
+    if forbidden():
+        return Report()
+    with Cluster(NODES, warm=True) as cluster:
+        kind = random.choice(("kill", "cut", "fault", "rank"))
+        return lost_node(cluster, place, kind, random.randrange(NODES), random.randrange(3, LAST // 2))
+
+
+def lost_node(cluster: Cluster, place: Path, kind: str, victim: int, step: int) -> Report:
+    report = Report(faults=1)
+    path = os.pathsep.join(filter(None, (str(PROBE), os.environ.get("PYTHONPATH"))))
+    spoil = {"fault": f"report:{victim}:{step}", "rank": f"kill:{victim}:{step}"}.get(kind, "none:0:0")
+    run = _group(cluster, place / "run", env={"PYTHONPATH": path, "PROBE_SPOIL": spoil, "PROBE_FAULT": "STOP_SAVED"})
+    if kind in ("kill", "cut"):
+        run.wait_for_step(step)
+        cluster.kill(victim) if kind == "kill" else cluster.cut(victim)
+    others = [node for node in range(NODES) if node != victim]
+    codes = [run.processes[node].wait(400) for node in others]
+    expected = [9, 9] if kind == "rank" else [0, 0]  # a rank that dies at the same step again and again
+    report.expect(codes == expected, f"{kind} of node {victim} at {step}: exit codes {codes}: {run.outputs()}")
+    if kind == "fault":
+        report.expect(run.processes[victim].wait(60) == 5, f"node {victim}: {run.processes[victim].output}")
+    cluster.signal(victim, signal.SIGKILL)
+    cluster.reset()
+    saved = [entry.step for entry in CheckpointStore(place / "run" / "checkpoints").all()]
+    if codes == [0, 0]:
+        report.expect(len(saved) == 2, f"checkpoints {saved}")
+        _compare(report, cluster, place, (others[0], others[1]), saved[0])
+    return report
+
+
+def elastic_briefly(random: Random, place: Path) -> Report:
+    """The loss of node 0."""
+    if forbidden():
+        return Report()
+    with Cluster(NODES, warm=True) as cluster:
+        return lost_node(cluster, place, "kill", 0, random.randrange(3, 20))
