@@ -38,6 +38,10 @@ def test_a_rehearsal_on_gpus_that_are_not_there_is_kept(asked, tmp_path):
     assert {each.kind for each in first.operations} == {"matmul", "attention"}, "by a kernel, without a matrix of scores"
     assert first.resident.optimizer > 2 * first.resident.parameters
     assert first.phases["validation"].device.total > first.resident.total, "the weights of training are kept beside the average"
+    without = asked(extension=False, cached=False)
+    assert without.guard == "python"
+    assert without.error is not None
+    assert without.error.message.endswith("fix: install g++")
     [kept] = (tmp_path / "cache").rglob("rehearsals.json")
     assert asked() == first, "without a second process, which would have taken other seconds"
     assert kept.stat().st_size < 64 * 1024

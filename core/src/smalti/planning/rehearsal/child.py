@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import resource
 import sys
 import tempfile
@@ -56,6 +57,7 @@ def _devices(request: Request) -> tuple[Guard, list[str]]:
         fake_cuda.install(max(_DEVICES, request.local), name=request.device, memory=request.memory or fake_cuda.MEMORY)
     else:
         python_backend.install(max(_DEVICES, request.local))
+        os.environ["ACCELERATE_TORCH_DEVICE"] = f"{python_backend.KIND}:0"
     return guard, notes
 
 

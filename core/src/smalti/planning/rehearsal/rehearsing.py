@@ -10,10 +10,12 @@ import torch
 
 from smalti.config import Config
 from smalti.data import Bucket
+from smalti.errors import UserError
 from smalti.models import dry_run
-from smalti.parallel import Parallel, pins_memory
+from smalti.parallel import Parallel, in_bf16, pins_memory
 from smalti.planning.records import MemoryParts, Operations, PhasePeak, Rehearsal, Traffic
 from smalti.planning.rehearsal import attention, cluster, fake_tensors, replicas
+from smalti.planning.rehearsal.devices import python_backend
 from smalti.planning.rehearsal.ledger import Counted, Ledger
 from smalti.planning.rehearsal.request import Request
 from smalti.planning.rehearsal.samples import largest_square
@@ -42,6 +44,8 @@ class Rehearsing:
         attention.install()
         plan = choose_distributed(config, plugins)
         kind = "cpu" if request.kind == "cpu" else _kind()
+        if kind == python_backend.KIND and in_bf16(config):  # torch has no autocast for kinds that Python brings
+            raise UserError("a run in bf16 is rehearsed with a C++ compiler only, and there is none", fix="install g++")
         pins_memory(kind)  # which fake memory would always be
         mode = fake_tensors.RehearsalMode()
         with dry_run():

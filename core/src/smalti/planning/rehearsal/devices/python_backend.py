@@ -6,10 +6,21 @@ pinned memory and channels-last convolutions. Memory of parameters, gradients, o
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 KIND = "npu"
 """The name of the kind: one that smalti launches."""
+
+
+class Nothing:
+    """A stream or an event: there is nothing to wait for."""
+
+    def __init__(self, *_: object, **__: object) -> None:
+        pass
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *_, **__: Nothing()
 
 
 def install(devices: int) -> None:
@@ -24,6 +35,9 @@ def install(devices: int) -> None:
         _is_in_bad_fork = staticmethod(lambda: False)
         manual_seed_all = staticmethod(lambda seed: None)
         get_amp_supported_dtype = staticmethod(lambda: [torch.bfloat16])
+        Stream, Event = Nothing, Nothing
+        current_stream = staticmethod(lambda device=None: Nothing())
+        stream = staticmethod(lambda stream: nullcontext())
 
     class Generator(torch.Generator):
         """On the CPU: fake tensors take no values from it."""
