@@ -248,7 +248,7 @@ class Group:
             return ExitCode.KILLED, "node 0 was lost before the first generation"
         if last.handed_over:
             return self._next(last, last.present, ExitCode.KILLED, f"node {last.host} has left the group")
-        return self._next(last, last.present - 1, ExitCode.KILLED, f"node {last.host} was lost")
+        return self._next(last, max(1, last.present - 1), ExitCode.KILLED, f"node {last.host} was lost")
 
     # --- the run directory ------------------------------------------------------------------------------------------
 
