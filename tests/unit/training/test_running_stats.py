@@ -54,6 +54,7 @@ def statistics(act: str, folder: Path) -> tuple[dict[str, list], dict[str, list]
     run.state = RunState(max_steps=2, save_requested=True)
     run.state.step, run.effective_batch, run.data_changes, run.adapter, run.model_config = 1, 2, None, None, {}
     run.info, run.plugins = SimpleNamespace(timesteps="uniform"), SimpleNamespace(versions=())
+    run.ownership = SimpleNamespace(check=lambda: None, confirm=lambda: True)
     run.data = SimpleNamespace(identity=SimpleNamespace(as_json=dict), order=SimpleNamespace(beginning=None))
     save(run, last=False)
     saved = run.saver.poll(finish=True)
