@@ -36,7 +36,7 @@ ALLOWANCES = (
 )
 """For accelerators."""
 _ON_CPU = Allowance(name="process", least=0.5 * _GIB, most=1.0 * _GIB, source="libraries and buffers of a process")
-UNCERTAINTY = {"formula": (0.04, 0.15), "modelled": (0.02, 0.05), "rehearsed": (0.02, 0.05)}
+UNCERTAINTY = {"formula": (0.12, 0.12), "modelled": (0.02, 0.05), "rehearsed": (0.02, 0.05)}
 """By which shares a count may be too high or too low: against rehearsals, and rehearsals against real ranks (bench)."""
 
 

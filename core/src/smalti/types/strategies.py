@@ -42,9 +42,11 @@ class Strategy(Registered):
     `frozen` is the same for parameters that do not train. `bytes` are per parameter that trains, before it is divided.
     `offloaded` parts are in host memory.
 
-    A strategy that gathers holds `gathered` copies of its largest block, each of `gathered_bytes` per parameter, and
-    `reduced_bytes` per parameter of a block whose gradients are being reduced. One that does not gather computes in copies of
-    the weights that autocast makes, unless `own_copies` says that its weights are in the dtype of the products already.
+    A strategy that gathers holds `gathered` copies of its largest block in the forward pass, each of `gathered_bytes` per
+    parameter, one in the backward pass, and `reduced_bytes` per parameter of a block whose gradients are being reduced. One
+    that does not gather computes in copies of the weights that autocast makes, unless `own_copies` says that its weights are
+    in the dtype of the products already.
+
     With `can_be_rehearsed` false its code does not run without the other ranks, and only formulas count it.
     `buffers` are bytes besides, and not more than `buffers_per_parameter` for each parameter that trains.
     """

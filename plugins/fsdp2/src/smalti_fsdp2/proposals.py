@@ -52,7 +52,7 @@ def _sharded(config: Config, world: World, shards: int) -> Strategy:
         frozen=shards,
         gathered=_COPIES,
         gathered_bytes=item,
-        reduced_bytes=item + 2 * 4,  # the gradients of a block, and two blocks in fp32 that are being reduced
+        reduced_bytes=item + 4,  # the gradients of a block, and a copy in fp32 that is being reduced
         own_copies=True,
         communication=tuple(_communication(options, world, shards, item)),
         context=config[ContextOptions].context_parallel_size,

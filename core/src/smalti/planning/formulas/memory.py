@@ -13,8 +13,8 @@ from smalti.planning.formulas.run_facts import RunFacts
 from smalti.planning.records import Candidate, MemoryParts, PhasePeak
 from smalti.types import Strategy
 
-_OF_GRADIENTS = 0.5
-"""Gradients of activations in the backward pass of a block, as a fraction of what it has kept."""
+_OF_GRADIENTS = 0.7
+"""Gradients of activations in the backward pass of a block, as a fraction of what it has kept, by rehearsals of FLUX.1."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +79,11 @@ class _Formula:
         )
         recomputed = 0 if self.candidate.recompute == "none" else block
         transient = int(recomputed + _OF_GRADIENTS * block + self.strategy.reduced_bytes * self.largest_trained)
-        working = replace(forward, temporaries=resident.temporaries + transient + self.copies(whole=False))
+        working = replace(
+            forward,
+            gathered=self.gathered(copies=1),
+            temporaries=resident.temporaries + transient + self.copies(whole=False),
+        )
         start = replace(working, temporaries=working.temporaries + self._copies_at_the_start())
         end = replace(working, activations=0, gradients=gradients)
         step = replace(resident, gradients=gradients)
@@ -101,11 +105,12 @@ class _Formula:
         }[mode]
         return int(self.batch * (sample.saved + of_blocks))
 
-    def gathered(self) -> int:
-        """Whole weights of blocks; and all those outside of blocks, which stay while the model computes."""
+    def gathered(self, copies: int | None = None) -> int:
+        """Whole weights of blocks, by default of those in the forward pass; and of what is in no block, which stay."""
         if not self.strategy.gathered:
             return 0
-        return int(self.strategy.gathered_bytes * (self.strategy.gathered * self.largest + self.model.outside))
+        count = self.strategy.gathered if copies is None else copies
+        return int(self.strategy.gathered_bytes * (count * self.largest + self.model.outside))
 
     def copies(self, *, whole: bool) -> int:
         """Weights that autocast has cast: all of them in a forward pass; those of one block while it is recomputed."""
