@@ -61,3 +61,8 @@ def test_a_model_that_cannot_be_built_is_reported_as_a_run_would():
         CliRunner().invoke(
             smalti, ["plan", "--model_family=nothing", "--gpu=l4"], catch_exceptions=False, standalone_mode=False
         )
+
+
+def test_an_option_that_does_not_exist_is_refused_before_anything_is_counted():
+    with pytest.raises(UserError, match="unknown option --no-such-option"):
+        planned("--gpu=l4", "--no-such-option")

@@ -17,7 +17,7 @@ from smalti.cli.output import counted, print_table
 from smalti.cli.pages.help import Command
 from smalti.config import Config, RunOptions, as_toml
 from smalti.doctor import Mask, Report, Section, diagnose_node, existing, measure_node, run_in_child, write_bundle
-from smalti.errors import InvalidOptionError, UserError, problems_in
+from smalti.errors import ConfigError, InvalidOptionError, UserError, problems_in
 from smalti.plugins import Plugins, load_plugins, selection_of
 from smalti.rundir import RunDirectory
 from smalti.types import Finding
@@ -112,15 +112,21 @@ def _run_given(arguments: Sequence[str]) -> tuple[list[str], RunDirectory | None
 
 
 def _resolved(words: Sequence[str]) -> tuple[Config | None, Plugins, list[Finding]]:
-    """The configuration, if there is one, and the plugins. What prevents reading it is a finding."""
+    """The configuration, if there is one, and the plugins. What prevents reading it is a finding.
+
+    Raises ConfigError for flags that do not exist: then it is unknown what is to be checked.
+    """
     try:
         if not words:
             return None, load_plugins(selection_of((), None, os.environ), strict=False), []
         command_line = CommandLine.parse(words)
-        return command_line.draft(), command_line.plugins, []
+        config = command_line.draft()
     except UserError as error:
         findings = [_finding(each.message, each.where, each.fix) for each in problems_in(error)]
         return None, load_plugins(selection_of((), None, os.environ), strict=False), findings
+    if unknown := [each for each in config.problems if each.where == "command line"]:
+        raise ConfigError(unknown)
+    return config, command_line.plugins, []
 
 
 def _config_findings(words: Sequence[str]) -> list[Finding]:

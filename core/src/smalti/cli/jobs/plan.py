@@ -84,7 +84,7 @@ def plan(
     minute each.
     """
     command_line = CommandLine.parse(list(arguments))
-    config, plugins = command_line.draft(), command_line.plugins
+    config, plugins = command_line.config(), command_line.plugins
     sizes = _sizes(gpus, config[LaunchOptions].num_processes)
     device = named_device(gpu, min(sizes[0], nodes_of))
     run = RunFacts.of(config, plugins, device.kind)
