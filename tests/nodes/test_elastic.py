@@ -5,7 +5,6 @@ import os
 import signal
 from pathlib import Path
 
-import pytest
 import torch
 from safetensors.torch import load_file
 
@@ -46,21 +45,20 @@ def continued(cluster, directory, step, *, nodes) -> None:
     assert [name for name, value in expected.items() if not torch.equal(value, found[name])] == []
 
 
-@pytest.mark.parametrize("victim", [1, 0])
-def test_the_group_continues_without_a_lost_node(two_nodes, tmp_path, victim):
-    """Also without node 0, which had the store and the run directory: then bit by bit like a run on that world."""
+def test_the_group_continues_without_a_lost_node(two_nodes, tmp_path):
+    """`make torture`, D10 and F, lose node 0 too, which has the store and the run directory."""
     run = elastic(two_nodes, tmp_path / "run")
     run.wait_for_step(4)
-    two_nodes.kill(victim)
-    code = run.processes[1 - victim].wait()
-    output = run.processes[1 - victim].output
+    two_nodes.kill(1)
+    code = run.processes[0].wait()
+    output = run.processes[0].output
     assert code == 0, output
     assert generations(run.directory) == [(1, 2, 1), (2, 1, 2)], output
     saved = sorted(int(path.name.removeprefix("step-")) for path in RunDirectory(run.directory).checkpoints.glob("step-*"))
     assert 4 <= saved[0] < LAST
     assert f"generation 2: 1 node of 1, 1 rank, gradient_accumulation_steps=2, from step {saved[0]}" in output
-    assert f"node {victim}" in output
-    continued(two_nodes, run.directory, saved[0], nodes=(1 - victim,))
+    assert "node 1" in output
+    continued(two_nodes, run.directory, saved[0], nodes=(0,))
 
 
 def probed(spoil: str, **more: str) -> dict[str, str]:

@@ -2,6 +2,7 @@
 
 import errno
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 
@@ -32,13 +33,19 @@ class SingleRank:
         pass
 
 
-class Second(SingleRank):
-    """The second of two ranks that hold the same tensors."""
+class OfTwo(SingleRank):
+    """One of two ranks in threads of this process."""
 
-    world = World(rank=1, size=2)
+    def __init__(self, rank, messages, barrier):
+        self.world = World(rank=rank, size=2)
+        self._messages, self._barrier = messages, barrier
 
     def all_gather_text(self, value):
-        return [value, value]
+        self._messages[self.world.rank] = value
+        self._barrier.wait(10)
+        found = list(self._messages)
+        self._barrier.wait(10)
+        return found
 
 
 def snapshot(step, **tensors):
@@ -210,5 +217,9 @@ def test_the_copy_has_moments_and_averages_under_their_names():
 
 def test_a_rank_copies_only_what_it_writes():
     names = {str(number): torch.ones(3) for number in range(4)}
-    copy = Staging("cpu").copy(snapshot(1, **names), Second())
-    assert sorted(tensor.device.type for tensor in copy.state.model.values()) == ["cpu", "cpu", "meta", "meta"]
+    messages, barrier = ["", ""], threading.Barrier(2)
+    with ThreadPoolExecutor(2) as pool:
+        copies = [pool.submit(Staging("cpu").copy, snapshot(1, **names), OfTwo(rank, messages, barrier)) for rank in range(2)]
+    for copy in copies:
+        devices = sorted(tensor.device.type for tensor in copy.result().state.model.values())
+        assert devices == ["cpu", "cpu", "meta", "meta"]
