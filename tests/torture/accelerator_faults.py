@@ -15,8 +15,8 @@ import torch
 from smalti.checkpoint.format.manifest import SUSPECT
 from smalti.checkpoint.format.store import CheckpointStore
 from smalti.checkpoint.format.verification import verify
-from smalti.launch.launcher import kill_tree
 from smalti.rundir import CircuitFault, open_circuit, read_circuit, read_events, reset_circuit
+from smalti.system import kill_tree
 from smalti.training.failures.faults import is_fault
 from smalti.training.failures.out_of_memory import is_out_of_memory
 from smalti.training.hangs.stragglers import Stragglers

@@ -12,8 +12,8 @@ from random import Random
 import psutil
 from PIL import Image
 
-from smalti.launch.launcher import kill_tree
 from smalti.rundir import RunDirectory
+from smalti.system import kill_tree
 
 from .runs import launch, tail, tensors
 from .subject import Report

@@ -16,7 +16,7 @@ import psutil
 from smalti.checkpoint.format.safetensors_reader import TensorFiles
 from smalti.checkpoint.format.store import CheckpointStore
 from smalti.checkpoint.format.verification import verify
-from smalti.launch.launcher import kill_tree
+from smalti.system import kill_tree
 
 from .subject import Report
 

@@ -15,10 +15,11 @@ import psutil
 import pytest
 
 from smalti.errors import ExitCode, PreflightError
-from smalti.launch.launcher import kill_tree, run_workers, summarize_exits
+from smalti.launch.launcher import run_workers, summarize_exits
 from smalti.launch.plan import LaunchPlan
 from smalti.rundir.directory import RunDirectory
 from smalti.rundir.writer import prepare
+from smalti.system import kill_tree
 from smalti.system.exit_reports import ExitReport, UnreturnedHook, preallocate, read_exit_reports
 from smalti.system.process import Process
 from smalti.types import DistributedPlan

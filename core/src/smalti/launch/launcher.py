@@ -32,6 +32,7 @@ from smalti.system import (
     UnreturnedHook,
     ignore_later_signals,
     immediate_exit_code,
+    kill_tree,
     preemption_signals,
     read_exit_reports,
     read_hooks,
@@ -322,21 +323,6 @@ def _kill(processes: _Processes, code: ExitCode, message: str) -> LaunchResult:
 
 def _print(text: str) -> None:
     print(f"smalti: {text}", file=sys.stderr, flush=True)
-
-
-def kill_tree(pid: int) -> None:
-    """Kill a process and all its descendants. Workers have their own sessions, so killing a process group is not enough."""
-    try:
-        parent = psutil.Process(pid)
-        parent.suspend()  # so that it starts no process while its children are listed
-        children = parent.children(recursive=True)
-    except psutil.NoSuchProcess:
-        return
-    for process in (*children, parent):
-        try:
-            process.kill()
-        except psutil.NoSuchProcess:
-            continue
 
 
 # --- the result -----------------------------------------------------------------------------------------------------

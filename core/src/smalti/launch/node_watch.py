@@ -33,7 +33,7 @@ TIMEOUT_VARIABLE = "SMALTI_NODE_TIMEOUT"
 """The environment variable with the option `--node_timeout`, in seconds."""
 _SECONDS = 1.0
 _PAUSE_SECONDS = 5.0
-"""After so long without running, this process was stopped itself, and has to begin to watch anew."""
+"""After this time without running, this process was stopped itself, and has to begin to watch anew."""
 
 
 def watch_nodes() -> None:

@@ -14,14 +14,13 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
 
-import psutil
-
 from smalti.errors import UserError
 from smalti.parallel import DeviceModel, Products
 from smalti.planning.choices import Choice
 from smalti.planning.formulas.time import StepTime
 from smalti.plugins import CacheFile
 from smalti.rundir import RunDirectory
+from smalti.system import kill_tree
 
 CACHE = "plan-calibrations"
 STEPS = 10
@@ -100,22 +99,12 @@ def _measured(arguments: Sequence[str], folder: Path) -> tuple[float, int]:
                     raise UserError(f"the run to measure ended with {process.returncode}: {text}", fix="make it train first")
                 time.sleep(_POLL_SECONDS)
         finally:
-            _kill(process.pid)
+            kill_tree(process.pid)  # with its ranks: what they would save is not wanted
             process.wait()
     counted = found[_WARM_UP:]
     times = [each.number("seconds") or 0.0 for each in counted]
     peaks = [each.number("peak_memory_mb") or 0.0 for each in found]
     return median(times), int(max(peaks) * 2**20)
-
-
-def _kill(pid: int) -> None:
-    """Kill a launch with all its ranks: what they would save is not wanted."""
-    with suppress(psutil.NoSuchProcess):
-        parent = psutil.Process(pid)
-        parent.suspend()
-        for each in (*parent.children(recursive=True), parent):
-            with suppress(psutil.NoSuchProcess):
-                each.kill()
 
 
 def _scaled(time_of: StepTime, seconds: float) -> StepTime:

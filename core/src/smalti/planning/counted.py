@@ -19,6 +19,7 @@ from smalti.config import Config, restore
 from smalti.errors import UserError
 from smalti.parallel import in_bf16
 from smalti.planning.facts import ModelFacts
+from smalti.planning.rehearsal.rehearse import model_files
 from smalti.plugins import CacheFile, Plugins, Selection, family_entry, find_family, load_plugins, schema_of
 
 CACHE = "model-facts"
@@ -62,18 +63,8 @@ def _key(request: Mapping[str, object], config: Config, plugins: Plugins) -> str
     related = {name: value for name, value in sorted(values.items()) if name in names}
     versions = (*plugins.versions, f"torch {version('torch')}")
     own = [hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(Path(__file__).parent.glob("*.py"))]
-    text = json.dumps([related, request["kind"], request["bf16"], versions, own, _model_files(config)], sort_keys=True)
+    text = json.dumps([related, request["kind"], request["bf16"], versions, own, model_files(config.values())], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:32]
-
-
-def _model_files(config: Config) -> list[str]:
-    """Digests of the configurations of a local model: another model under the same name is another count."""
-    start = config.value("pretrained_model_name_or_path") if "pretrained_model_name_or_path" in config.schema.options else None
-    folder = Path(str(start)).expanduser()
-    if not start or not folder.is_dir():
-        return []
-    files = (path for path in sorted(folder.rglob("*.json")) if path.stat().st_size < 1 << 20)
-    return [hashlib.sha256(path.read_bytes()).hexdigest() for path in files]
 
 
 def _in_process(request: Mapping[str, object], config: Config) -> ModelFacts:

@@ -1,4 +1,4 @@
-"""Whether a way to train fits on a device: what was counted, what the device needs besides, and how certain both are.
+"""Whether a way to train fits on a device: what was counted, allowances for the rest, and the uncertainty of both.
 
 Importing this module imports no torch.
 """

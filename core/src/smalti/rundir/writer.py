@@ -320,7 +320,7 @@ class RunWriter:
                 write_record(self.directory, self._before)
 
     def _append_state(self, state: str, message: str, *, step: int | None = None, **fields: object) -> None:
-        """Write a state of this attempt, by which its last one is told from those of earlier attempts."""
+        """Write a state with the number of this attempt, so that it is not taken for one of an earlier attempt."""
         self.events.append("state", step=step, state=state, attempt=self.record.started, message=message, **fields)
 
     # --- the heartbeat ----------------------------------------------------------------------------------------------

@@ -102,3 +102,20 @@ def _start_time(pid: int) -> str | None:
     # The second field is the name of the program in parentheses, which may contain spaces and parentheses itself.
     state, *fields = stat.rpartition(")")[2].split()
     return "" if state in "ZX" else fields[18]
+
+
+def kill_tree(pid: int) -> None:
+    """Kill a process and all its descendants. Workers have their own sessions, so killing a process group is not enough."""
+    import psutil
+
+    try:
+        parent = psutil.Process(pid)
+        parent.suspend()  # so that it starts no process while its children are listed
+        children = parent.children(recursive=True)
+    except psutil.NoSuchProcess:
+        return
+    for process in (*children, parent):
+        try:
+            process.kill()
+        except psutil.NoSuchProcess:
+            continue

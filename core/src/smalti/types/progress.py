@@ -87,7 +87,7 @@ class RankInfo:
     """What is known about a run as soon as its ranks are connected. The same on every rank but for `world` and `phases`.
 
     `plugins` are "name distribution version" lines. `phases` is what this rank is doing, with its progress. `started` is when
-    this launch began, by which it is told from others in the run directory; None if that is unknown.
+    this launch began, which distinguishes it from others in the run directory; None if that is unknown.
     """
 
     id: str

@@ -32,7 +32,7 @@ from smalti.system import FOLDER_VARIABLE, preallocate, read_exit_reports, read_
 KEEP_ALIVE_SECONDS = 5
 """How often a node shows that it lives."""
 LOST_SECONDS = 20.0
-"""A node that does not for so long is lost; with the above within 30 s."""
+"""A node without a keep-alive for this long is lost, so within 30 s."""
 STORE_SECONDS = 10
 """How long a request to the store may take."""
 _POLL_SECONDS = 0.5

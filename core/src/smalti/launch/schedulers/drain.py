@@ -1,4 +1,4 @@
-"""Watching whether SLURM drains this node: a job that runs there is not told."""
+"""Watching whether SLURM drains this node: SLURM does not notify a job that runs there."""
 
 from __future__ import annotations
 

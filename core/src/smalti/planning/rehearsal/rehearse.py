@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping
 from importlib.metadata import version
 from pathlib import Path
 
@@ -35,7 +36,7 @@ def rehearse(
     extension: bool = True,
     cached: bool = True,
 ) -> Rehearsal:
-    """What one rank of so many needs to train this configuration in this way. Takes seconds to minutes, and no device.
+    """What one of `ranks` ranks needs to train this configuration in this way. Takes seconds to minutes, and no device.
 
     `local` ranks are on each node. `size` is that of the largest images in pixels; None takes squares at the run's resolution.
     An error of the run is a part of the answer, and such an answer is not kept. Raises UserError if the process is killed.
@@ -71,7 +72,7 @@ def rehearse(
 def _key(request: Request, plugins: Plugins) -> str:
     """Changes with the configuration, what was asked for, and the versions of everything that computes."""
     versions = (*plugins.versions, f"torch {version('torch')}", f"python {sys.version.split()[0]}", _own_digest())
-    text = json.dumps([request.as_json(), versions, _model_files(request)], sort_keys=True)
+    text = json.dumps([request.as_json(), versions, model_files(request.values)], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
@@ -83,9 +84,9 @@ def _own_digest() -> str:
     return found.hexdigest()
 
 
-def _model_files(request: Request) -> list[str]:
-    """The configurations of a local model: another model under the same name is another rehearsal."""
-    start = request.values.get("pretrained_model_name_or_path")
+def model_files(values: Mapping[str, object]) -> list[str]:
+    """Digests of the configurations of a local model: another model under the same name is counted anew."""
+    start = values.get("pretrained_model_name_or_path")
     folder = Path(str(start)).expanduser()
     if not start or not folder.is_dir():
         return []

@@ -9,7 +9,7 @@ from collections.abc import Collection, Mapping
 _SECONDS = 20.0
 """The commands wait for the controller for longer than this if it does not answer."""
 _LEAVING = ("DRAIN", "DRAINING", "DRAINED", "FAIL", "FAILING")
-"""States of a node on which no new job starts. A job that runs there is not told."""
+"""States of a node on which no new job starts. SLURM does not notify a job that runs there."""
 _DOWN = ("DOWN", "ERROR", "NOT_RESPONDING", "POWERED_DOWN", "POWERING_DOWN", "REBOOT_ISSUED")
 _TIME = re.compile(r"(?:(\d+)-)?(?:(\d+):)?(\d+):(\d+)")
 
