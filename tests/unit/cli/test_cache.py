@@ -127,11 +127,13 @@ def test_every_cache_is_listed_with_its_place_and_size(attic, run, kept):
     kept.put("one", 1)
     listed = json.loads(run("ls", "--json")[1])["caches"]
     place = kept.place.replace("attic.json", "attic-new.json")
-    assert listed == [
+    assert [each for each in listed if each["name"].startswith("attic")] == [
         {"name": "attic-new", "title": "new things", "place": place, "entries": 0, "bytes": 0},
         {"name": "attic-old", "title": "old things", "place": kept.place, "entries": 1, "bytes": kept.size()},
     ]
-    assert [line.split()[:2] for line in run("ls")[1].splitlines()[1:]] == [["attic-new", "0"], ["attic-old", "1"]]
+    assert {each["name"] for each in listed} >= {"model-facts", "rehearsals", "plan-calibrations", "speed"}
+    lines = [line.split()[:2] for line in run("ls")[1].splitlines()[1:]]
+    assert [line for line in lines if line[0].startswith("attic")] == [["attic-new", "0"], ["attic-old", "1"]]
 
 
 @pytest.mark.parametrize("name", ["attic-old", "Attic_Old"])
@@ -146,7 +148,8 @@ def test_a_cache_is_cleared_by_its_name(attic, run, kept, name):
 def test_an_unknown_cache_gets_the_nearest_ones(attic, run):
     assert run("clear", "atic-old")[::2] == (
         2,
-        "smalti: error: unknown cache 'atic-old'\n  fix: did you mean attic-old? caches: attic-new, attic-old\n",
+        "smalti: error: unknown cache 'atic-old'\n  fix: did you mean attic-old? caches: attic-new, attic-old, "
+        "model-facts, plan-calibrations, rehearsals, speed\n",
     )
 
 
@@ -156,13 +159,19 @@ def test_a_cache_of_a_plugin_that_is_left_out_says_so(run, monkeypatch):
     assert (code, "the plugin 'fsdp2' is installed but disabled" in errors) == (4, True)
 
 
-def test_without_any_cache_the_list_is_empty(run, monkeypatch):
-    monkeypatch.setenv("SMALTI_WITHOUT", "all")
-    assert json.loads(run("ls", "--json")[1]) == {"caches": [], "encodings": []}
+def test_what_was_counted_and_measured_for_plans_is_listed_and_cleared(run, home):
+    kept = CacheFile("plan-calibrations")
+    kept.put("a processor", {"seconds": 1.0})
+    _, out, errors = run("ls")
+    assert "no latents and captions found" in errors
+    [line] = [line for line in out.splitlines() if line.startswith("plan-calibrations")]
+    assert (line.split()[1], line.split()[-1]) == ("1", str(home / "plan-calibrations.json"))
+    assert run("clear", "plan-calibrations", "--yes")[0] == 0
+    assert kept.entries() == 0
 
 
 def test_a_page_can_list_and_clear_without_the_command_line(plugins):
-    assert list_caches(plugins) == []
+    assert all(each.entries == 0 for each in list_caches(plugins))
     with pytest.raises(UserError, match="unknown cache 'attic'"):
         clear_cache(plugins, "attic")
 

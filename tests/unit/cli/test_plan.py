@@ -2,6 +2,7 @@
 
 import json
 import re
+from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
@@ -35,6 +36,22 @@ def test_the_best_way_is_first_and_its_options_are_given():
         assert f"--num_processes={ranks}" in ways[0]["flags"]
     assert {way["strategy"] for way in found["ranks"]["2"]} >= {"ddp", "fsdp2", "zero-3"}
     assert found["configured"]["strategy"] == "single"
+
+
+def test_the_keys_of_json_are_those_of_the_documentation():
+    page = (Path(__file__).parents[3] / "docs/plan.md").read_text()
+    section = page.partition("## As JSON")[2].partition("\n## ")[0]
+    whole, way = (
+        {name for row in rows.splitlines() if row.startswith("| `") for name in re.findall("`(\\w+)`", row.split("|")[1])}
+        for rows in section.split("Each way to train:")
+    )
+    found = json.loads(planned("--gpu=l4", "--json").output)
+    assert found["schema"] == 1
+    assert found.keys() == whole
+    assert found["configured"].keys() == way
+    [own] = [each for each in found["ranks"]["1"] if each["configured"]]
+    assert own == found["configured"]
+    assert own["peak"] == sum(own["phases"][own["peak_phase"]].values()) - own["phases"][own["peak_phase"]]["host"]
 
 
 def test_the_table_marks_what_is_configured_and_lists_the_parts():

@@ -24,7 +24,7 @@ from smalti.config import (
 )
 from smalti.errors import Problem
 from smalti.hookspecs import hookimpl
-from smalti.types import Block, Checkpoint, CheckpointFormat, FaultAction, GpuFault, OptimizerEntry
+from smalti.types import Block, CacheEntry, Checkpoint, CheckpointFormat, FaultAction, GpuFault, OptimizerEntry
 
 if TYPE_CHECKING:
     import torch
@@ -106,6 +106,16 @@ OPTIMIZERS = (
         accepts=("weight_decay",),
     ),
 )
+CACHES = (
+    CacheEntry(name="model-facts", title="counted models, of smalti plan", factory="smalti.planning.counted:facts_cache"),
+    CacheEntry(name="rehearsals", title="rehearsed runs, of smalti plan", factory="smalti.planning.rehearsal.rehearse:cache"),
+    CacheEntry(
+        name="plan-calibrations", title="measured steps, of smalti plan", factory="smalti.planning.calibration:calibrations"
+    ),
+    CacheEntry(
+        name="speed", title="measured devices and disks, of smalti doctor", factory="smalti.doctor.measurements:speed_cache"
+    ),
+)
 
 
 class Core:
@@ -122,6 +132,10 @@ class Core:
     @hookimpl
     def register_optimizers(self) -> list[OptimizerEntry]:
         return list(OPTIMIZERS)
+
+    @hookimpl
+    def register_caches(self) -> list[CacheEntry]:
+        return list(CACHES)
 
     @hookimpl
     def register_checkpoint_formats(self) -> list[CheckpointFormat]:

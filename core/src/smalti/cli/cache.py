@@ -71,9 +71,9 @@ def ls(arguments: tuple[str, ...], as_json: bool) -> None:
         encodings = [_described(each) | asdict(contents) for each, contents in found]
         click.echo(json.dumps({"caches": [asdict(report) for report in reports], "encodings": encodings}, indent=2))
         return
-    if not reports and not found:
-        click.echo(f"no cache found; encoded latents and captions are found with {_WHERE}", err=True)
-    if found:
+    if not found:
+        click.echo(f"no latents and captions found; they are listed with {_WHERE}", err=True)
+    else:
         rows = [_row(each, contents) for each, contents in found]
         names = ("encoder", "entries", "size", "packs", "damaged", "age", "used", "where")
         print_table(names, rows, right=(1, 2, 3, 4, 5, 6))

@@ -53,9 +53,13 @@ class Calibration:
         return replace(choice, fastest=fastest, slowest=slowest)
 
 
+def calibrations() -> CacheFile:
+    return CacheFile(CACHE)
+
+
 def calibration_of(device: DeviceModel, products: Products) -> Calibration | None:
     """What was measured on such devices; None if nothing was."""
-    known = CacheFile(CACHE).get(_key(device, products))
+    known = calibrations().get(_key(device, products))
     if isinstance(known, dict):
         with suppress(TypeError):
             return Calibration(**known)
@@ -78,7 +82,7 @@ def calibrate(arguments: Sequence[str], choice: Choice, device: DeviceModel, pro
         way=f"{choice.strategy.title}, recompute {candidate.recompute}, batch {candidate.micro_batch}x{candidate.accumulation}",
         time=time.time(),
     )
-    CacheFile(CACHE).put(_key(device, products), asdict(found))
+    calibrations().put(_key(device, products), asdict(found))
     return found
 
 

@@ -31,6 +31,10 @@ _SHOWN = 2000
 _MARK = "smalti-facts:"
 
 
+def facts_cache() -> CacheFile:
+    return CacheFile(CACHE)
+
+
 def facts_of(config: Config, plugins: Plugins, kind: str) -> ModelFacts:
     """Facts for squares at the run's resolution, on devices of this kind.
 
@@ -45,7 +49,7 @@ def facts_of(config: Config, plugins: Plugins, kind: str) -> ModelFacts:
         "kind": kind,
         "bf16": in_bf16(config, kind),
     }
-    store, key = CacheFile(CACHE), _key(request, config, plugins)
+    store, key = facts_cache(), _key(request, config, plugins)
     if isinstance(known := store.get(key), dict):
         try:
             return ModelFacts.from_json(known)

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields
+from importlib.metadata import version
 
 from smalti.parallel import DeviceModel
+from smalti.planning.calibration import Calibration
 from smalti.planning.choices import Choice
 from smalti.planning.fit import allowances
 from smalti.planning.records import MemoryParts
 
+SCHEMA = 1
+"""Of `document`. It grows if a key changes or goes; keys may be added without that."""
 TITLES = ("strategy", "recompute", "batch", "GiB per GPU", "", "counted by", "s/step", "images/s", "limited by")
 RIGHT = (2, 3, 6, 7)
 _GIB = 2**30
@@ -76,6 +80,7 @@ def described(choice: Choice) -> dict[str, object]:
         "resident": asdict(counted.resident),
         "phases": {name: {**asdict(phase.device), "host": phase.host} for name, phase in counted.phases.items()},
         "peak_phase": counted.peak_phase,
+        "peak": counted.peak.total,
         "host_bytes_per_node": choice.fit.host,
         "save_bytes": counted.save_bytes,
         "sent_bytes_per_step": sum(each.bytes for each in counted.traffic),
@@ -89,13 +94,22 @@ def described(choice: Choice) -> dict[str, object]:
 
 
 def document(
-    device: DeviceModel, found: Mapping[int, Sequence[Choice]], notices: Sequence[str], own: Choice | None
+    device: DeviceModel,
+    found: Mapping[int, Sequence[Choice]],
+    notices: Sequence[str],
+    own: Choice | None,
+    calibration: Calibration | None = None,
 ) -> dict[str, object]:
     """Everything for JSON. `found` has the choices by the number of ranks, `own` is the one that is configured."""
     return {
+        "schema": SCHEMA,
+        "smalti": version("smalti"),
         "device": {"name": device.name, "title": device.title, "memory": device.memory},
         "allowances": [asdict(each) for each in allowances(device, max(found, default=1))],
-        "configured": None if own is None else described(own),
-        "ranks": {str(size): [described(each) for each in of_size] for size, of_size in found.items()},
+        "configured": None if own is None else described(own) | {"configured": True},
+        "ranks": {
+            str(size): [described(each) | {"configured": each is own} for each in of_size] for size, of_size in found.items()
+        },
+        "measured": None if calibration is None else asdict(calibration),
         "notices": list(notices),
     }

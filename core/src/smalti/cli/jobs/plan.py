@@ -103,7 +103,7 @@ def plan(
             found[size] = replaced(of_size, refined(of_size, chosen, config, plugins, device, _report))
     own = configured(found.get(run.ranks, ()), config, strategy)
     if as_json:
-        click.echo(json.dumps(document(device, found, notices, own), indent=2))
+        click.echo(json.dumps(document(device, found, notices, own, calibration), indent=2))
     else:
         for size, of_size in found.items():
             _show(device, size, of_size, run, own if size == run.ranks else None, everything=everything)

@@ -23,6 +23,11 @@ CACHE = "rehearsals"
 _SHOWN = 2000
 
 
+def cache() -> CacheFile:
+    """Of rehearsals, by configuration and versions."""
+    return CacheFile(CACHE)
+
+
 def rehearse(
     config: Config,
     plugins: Plugins,
@@ -57,7 +62,7 @@ def rehearse(
         height=height,
         extension=extension,
     )
-    store, key = CacheFile(CACHE), _key(request, plugins)
+    store, key = cache(), _key(request, plugins)
     if cached and isinstance(known := store.get(key), dict):
         try:
             return Rehearsal.from_json(known)
