@@ -1,5 +1,7 @@
 """Rehearsals as the planner asks for them: in a process of their own, kept, with errors as the run would report them."""
 
+import json
+
 import pytest
 
 from planning.conftest import COMMON, as_words
@@ -45,6 +47,20 @@ def test_a_rehearsal_on_gpus_that_are_not_there_is_kept(asked, tmp_path):
     [kept] = (tmp_path / "cache").rglob("rehearsals.json")
     assert asked() == first, "without a second process, which would have taken other seconds"
     assert kept.stat().st_size < 64 * 1024
+
+
+def test_zero_with_its_optimizer_offloaded_is_rehearsed_without_what_it_compiles(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    zero = json.dumps({"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu", "pin_memory": True}}})
+    words = as_words({**COMMON, "mixed_precision": "bf16", "instance_data_dir": tmp_path, "output_dir": tmp_path / "run"})
+    command_line = CommandLine.parse(words)
+    candidate = Candidate(strategy="deepspeed", stage=3, offload=True, options={"deepspeed_config": zero})
+    device = device_models()["h100-80g"]
+    told = rehearse(command_line.config(), command_line.plugins, device, candidate, ranks=8, rank=3)
+    assert told.error is None
+    assert told.resident.optimizer == 0
+    assert told.resident_host >= (4 + 8) * told.trainable / 8, "fp32 weights and the state of AdamW"
+    assert told.resident.parameters < told.parameters, "in bf16 a whole copy would take twice as much"
 
 
 def test_a_pipeline_without_weights_is_enough(tmp_path):

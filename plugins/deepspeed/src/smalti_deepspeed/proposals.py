@@ -49,7 +49,6 @@ def _zero(stage: int, world: World, item: int, *, offload: bool) -> Strategy:
         gathered=2 if stage == 3 else 0,
         gathered_bytes=item if stage == 3 else 0,
         own_copies=True,
-        can_be_rehearsed=stage < 3,  # stage 3 compares numbers of all ranks as it gathers
         buffers=in_buckets * elements,
         buffers_per_parameter=in_buckets,
         communication=tuple(_communication(stage, world, item)) if size > 1 else (),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib import import_module
 from types import ModuleType
@@ -37,6 +37,7 @@ def start_deepspeed(world: World) -> None:
         import_module("deepspeed.runtime.zero.muon.muon_optimizer")
     if is_dry_run():
         _trust_other_ranks()
+        _compile_nothing()
 
 
 def _trust_other_ranks() -> None:
@@ -44,6 +45,19 @@ def _trust_other_ranks() -> None:
     for name in ("stage3", "partition_parameters", "partitioned_param_coordinator"):
         module: Any = import_module(f"deepspeed.runtime.zero.{name}")
         module.assert_ints_same_as_other_ranks = lambda ints: None
+
+
+def _compile_nothing() -> None:
+    """DeepSpeed's compiled optimizers read memory that tensors do not have in a dry run. They allocate nothing."""
+    builder: Any = import_module("deepspeed.ops.op_builder.builder")
+    builder.OpBuilder.load = lambda self, verbose=True: _NoKernels()
+
+
+class _NoKernels:
+    """In place of a compiled module: whatever is called does nothing."""
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        return lambda *arguments: None
 
 
 def stop_deepspeed() -> None:

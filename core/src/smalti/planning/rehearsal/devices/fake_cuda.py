@@ -82,14 +82,20 @@ def folder() -> Path:
 
 
 def _digest() -> str:
-    return hashlib.sha256(SOURCE.read_bytes() + version("torch").encode()).hexdigest()[:16]
+    """Of the source, and of the torch that it is linked to, by version and place."""
+    linked = f"{version('torch')} {_torch()}"
+    return hashlib.sha256(SOURCE.read_bytes() + linked.encode()).hexdigest()[:16]
 
 
-def _arguments(made: Path) -> list[str]:
+def _torch() -> Path:
     spec = find_spec("torch")
     assert spec is not None
     assert spec.origin is not None
-    torch = Path(spec.origin).parent
+    return Path(spec.origin).parent
+
+
+def _arguments(made: Path) -> list[str]:
+    torch = _torch()
     includes = [f"-I{torch / 'include'}", f"-I{torch / 'include/torch/csrc/api/include'}"]
     libraries = [f"-L{torch / 'lib'}", "-ltorch_cpu", "-lc10", f"-Wl,-rpath,{torch / 'lib'}"]
     options = ["-std=c++20", "-O1", "-g0", "-shared", "-fPIC"]
