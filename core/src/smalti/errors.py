@@ -113,7 +113,7 @@ class Problem:
         return cls(message=f"{error.message}{notes}", fix=error.fix, exit_code=error.exit_code)
 
     def as_json(self) -> dict[str, str]:
-        return {"message": self.message, "fix": self.fix, "where": self.where}
+        return {"message": self.message, "fix": self.fix, "where": self.where, "option": self.option}
 
     def __str__(self) -> str:
         head = f"{self.where}: {self.message}" if self.where else self.message

@@ -58,8 +58,11 @@ def values_of(option: Option) -> st.SearchStrategy[object]:
 
 
 NAMES = sorted(SCHEMA.options.keys() - {"accelerate_config"})  # which names a file that would have to be there
-CONFIGURATIONS = st.lists(st.sampled_from(NAMES), max_size=8, unique=True).flatmap(
-    lambda names: st.fixed_dictionaries({name: values_of(SCHEMA.options[name]) for name in names})
+CONFIGURATIONS = (
+    st.lists(st.sampled_from(NAMES), max_size=8, unique=True)
+    # The number of nodes comes from `nodes` if it is not given; the checks before a launch refuse another one.
+    .filter(lambda names: not {"nodes", "num_machines"} <= set(names))
+    .flatmap(lambda names: st.fixed_dictionaries({name: values_of(SCHEMA.options[name]) for name in names}))
 )
 
 

@@ -30,7 +30,8 @@ from smalti.config import (
 from smalti.errors import ConfigError, UserError
 from smalti.launch import expected_kind, merged_yaml, yaml_text
 from smalti.migration import import_files
-from smalti.plugins import BUILT_IN, check, choose_distributed
+from smalti.plugins import BUILT_IN, check as check_plugins, choose_distributed
+from smalti.system import importing
 
 _UNPROCESSED = {"ignore_unknown_options": True, "help_option_names": ["--help"]}
 _ARGUMENTS = click.argument("arguments", metavar="[CONFIG] [--OPTION=VALUE]...", nargs=-1, type=click.UNPROCESSED)
@@ -76,6 +77,36 @@ def show(arguments: tuple[str, ...], complete: bool, as_json: bool) -> None:
     for notice in resolved.notices:
         click.echo(f"# {notice}")
     click.echo(as_toml(resolved, complete=complete), nl=False)
+
+
+@config.command(
+    context_settings=_UNPROCESSED,
+    examples=("smalti config check config.toml", "smalti config check config.toml --num_processes=8 --json"),
+)
+@_ARGUMENTS
+@_JSON
+def check(arguments: tuple[str, ...], as_json: bool) -> None:
+    """Check a configuration: options, datasets, plugins, devices.
+
+    Takes the same arguments as `smalti train`. Reads no image, downloads no weights and writes nothing;
+    `smalti train --dry-run` checks more. --json prints every problem with its option.
+    """
+    command_line = CommandLine.parse(arguments)
+    resolved = command_line.draft()
+    with importing():
+        from smalti.cli.doctor.config_check import problems_of  # imports torch
+
+    problems, unchecked = problems_of(resolved, command_line.plugins)
+    if as_json:
+        found = {"problems": [each.as_json() for each in problems], "unchecked": unchecked, "notices": list(resolved.notices)}
+        click.echo(json.dumps(found, indent=2))
+    if problems:
+        raise ConfigError(problems)
+    if not as_json:
+        _print_notices(list(resolved.notices))
+        click.echo(
+            "no problem found" + (f"; {unchecked} was not checked, because it may have to be downloaded" if unchecked else "")
+        )
 
 
 @config.command(
@@ -261,7 +292,7 @@ def export_accelerate(arguments: tuple[str, ...], given: str | None, force: bool
         raise UserError("use_cpu is set: a launch on CPUs uses no Accelerate YAML", fix="--no_use_cpu")
     if problems := launch_problems(resolved[LaunchOptions]):
         raise ConfigError(problems)
-    check(resolved, command_line.plugins, without=BUILT_IN)  # whose checks need model and data
+    check_plugins(resolved, command_line.plugins, without=BUILT_IN)  # whose checks need model and data
     distributed = choose_distributed(resolved, command_line.plugins)
     merged = merged_yaml(resolved, distributed, expected_kind(resolved) or "cuda")
     notices = [*resolved.notices, *accelerate_yaml.differences(resolved.accelerate, merged, resolved.schema)]

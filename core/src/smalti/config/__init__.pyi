@@ -62,4 +62,4 @@ from .simpletuner.translation import (
     translate_reference_options as translate_reference_options,
 )
 from .sources import PREFIX as PREFIX, SCHEDULER as SCHEDULER, flat as flat
-from .toml import as_toml as as_toml, put_into as put_into, toml_item as toml_item
+from .toml import as_toml as as_toml, put_into as put_into, set_values as set_values, toml_item as toml_item

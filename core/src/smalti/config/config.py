@@ -106,6 +106,18 @@ class Config:
         """Whether a value is a default: of this version, of the run, or of the trainer whose file it is."""
         return self.source(name).startswith(("default", KEPT, REFERENCE))
 
+    def applies(self, name: str) -> bool:
+        """Whether the option has an effect: its condition, if it has one, holds."""
+        key, sign, wanted = (*self.schema.options[name].when.split(), "", "", "")[:3]
+        if not key:
+            return True
+        value = self.value(key)
+        if sign == "==" and value is None:
+            return True  # the family chooses it, and may choose this value
+        if sign == ">":
+            return float(str(value)) > float(wanted)
+        return str(value).lower() == wanted.lower() if sign else bool(value)
+
     def defaults(self) -> dict[str, object]:
         """The default of every option in this run: of the version that started it, else of this one."""
         own: dict[str, object] = {}

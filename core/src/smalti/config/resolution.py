@@ -334,15 +334,5 @@ def _idle_options(config: Config) -> Iterator[str]:
     changed = config.changes()
     for name in config.sources:
         option = config.schema.options[name]
-        if option.when and name in changed and not config.is_default(name) and not _holds(option.when, config):
+        if name in changed and not config.is_default(name) and not config.applies(name):
             yield f"{name} has no effect unless {option.when}"
-
-
-def _holds(condition: str, config: Config) -> bool:
-    key, sign, wanted = (*condition.split(), "", "")[:3]
-    value = config.value(key)
-    if sign == "==" and value is None:
-        return True  # the family chooses it, and may choose this value
-    if sign == ">":
-        return float(str(value)) > float(wanted)
-    return str(value).lower() == wanted.lower() if sign else bool(value)

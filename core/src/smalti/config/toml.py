@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, MutableMapping
+from collections.abc import Collection, Mapping, MutableMapping
 from importlib.metadata import version
 from typing import cast
 
 import tomlkit
-from tomlkit.items import Item, Table as TomlTable
+from tomlkit.items import AoT, Item, Table as TomlTable
 
 from smalti.config.config import PER_MACHINE, Config
 from smalti.config.kept_defaults import TABLE
+from smalti.config.options import Schema
 
 Table = MutableMapping[str, object]
 
@@ -67,25 +68,39 @@ def toml_item(value: object) -> Item:
 
 
 def put_into(text: str, config: Config, names: Collection[str]) -> str:
-    """The TOML file `text` with the options `names` as this configuration has them. All else stays, also comments.
+    """The TOML file `text` with the options `names` as this configuration has them. All else stays, also comments."""
+    return set_values(text, config.schema, {name: value for name, value in config.values().items() if name in names})
+
+
+def set_values(text: str, schema: Schema, values: Mapping[str, object]) -> str:
+    """The TOML file `text` with these values by option, also invalid ones; None removes the option. All else stays.
 
     An option keeps its place and spelling. A new one is added to the table of its section if there is one, else at the top.
+    Raises tomlkit's TOMLKitError if the text is not TOML.
     """
     document = tomlkit.parse(text)
     top = cast(Table, document)
-    sections = {group.name: document[group.name] for group in config.schema.groups if group.name in document}
+    sections = {group.name: document[group.name] for group in schema.groups if group.name in document}
     tables = {name: cast(Table, table) for name, table in sections.items() if isinstance(table, MutableMapping)}
-    for name, value in config.values().items():
-        if name not in names:
-            continue
-        option = config.schema.options[name]
-        places = [(table, key) for table in (top, *tables.values()) for key in table if config.schema.find(key) is option]
+    for name, value in values.items():
+        option = schema.options[name]
+        places = [(table, key) for table in (top, *tables.values()) for key in table if schema.find(key) is option]
         for table, key in places or [(tables.get(option.group.name, top), name)]:
             if value is not None:
-                table[key] = toml_item(value)
+                table[key] = _tables_item(value) if _are_tables(value) else toml_item(value)
             elif places:
                 del table[key]
     return tomlkit.dumps(document)
+
+
+def _tables_item(value: object) -> object:
+    """Rows that tomlkit has read stay as they are, with their comments."""
+    if isinstance(value, AoT):
+        return value
+    array = tomlkit.aot()
+    for row in cast(list[object], value):
+        array.append(tomlkit.item(row))
+    return array
 
 
 def _are_tables(value: object) -> bool:

@@ -1,7 +1,8 @@
 """The checks of a configuration before a launch, as JSON.
 
 `smalti doctor` runs `python -m smalti.cli.doctor.config_check [CONFIG] [--OPTION=VALUE]...` as a child process. It prints
-{"problems": [{"message", "where", "fix"}], "unchecked": MODEL}, and writes nothing.
+{"problems": [{"message", "where", "fix", "option"}], "unchecked": MODEL}, and writes nothing.
+`smalti config check` makes the same checks.
 """
 
 from __future__ import annotations
@@ -11,10 +12,12 @@ import sys
 from collections.abc import Callable, Sequence
 
 from smalti.cli.arguments import CommandLine
+from smalti.config import Config
 from smalti.data import check_sources
 from smalti.errors import InvalidOptionError, Problem, UserError, problems_in
 from smalti.launch import check_accelerators, find_problems
 from smalti.parallel import accelerator_kind
+from smalti.plugins import Plugins
 from smalti.system import die_with_parent
 
 
@@ -24,7 +27,11 @@ def problems(arguments: Sequence[str]) -> tuple[list[Problem], str]:
     The second value is a model that was not checked, because its weights may have to be downloaded.
     """
     command_line = CommandLine.parse(arguments)
-    config, plugins = command_line.draft(), command_line.plugins
+    return problems_of(command_line.draft(), command_line.plugins)
+
+
+def problems_of(config: Config, plugins: Plugins) -> tuple[list[Problem], str]:
+    """The same for a configuration that has been read."""
     found, unchecked = find_problems(config, plugins)
     if not found:
         found = _collected(
