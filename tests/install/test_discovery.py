@@ -161,12 +161,6 @@ def test_help_does_not_import_what_the_environment_leaves_out(site, tmp_path):
     assert not noise.exists()
 
 
-@pytest.mark.parametrize("word", ["webui"])
-def test_asking_for_a_plugin_that_does_not_exist_yet_says_so(site, word):
-    done = site.run("", *TRAIN, "--plugin", word)
-    assert (done.code, "planned and not available yet" in done.error, "pip install" in done.error) == (2, True, False)
-
-
 def test_a_mistyped_plugin_gets_the_nearest_name(site):
     done = site.run("good", *TRAIN, "--plugin=goood")
     assert done.code == 4

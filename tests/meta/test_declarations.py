@@ -31,7 +31,7 @@ from smalti_testing.plugins import PluginSubject
 @pytest.fixture(scope="module")
 def official() -> Schema:
     """The options of the built-in and of all official plugins."""
-    return schema_of(load_plugins(Selection(only=tuple(package.plugin for package in PACKAGES if not package.planned))))
+    return schema_of(load_plugins(Selection(only=tuple(package.plugin for package in PACKAGES))))
 
 
 def test_every_option_has_a_sentence_of_help_and_a_section(official):
@@ -184,7 +184,7 @@ def test_all_packages_have_one_version_and_their_official_names(root):
         for project in found.values()
         for name in project.get("entry-points", {}).get("smalti.plugins", ())
     }
-    assert {package.plugin: package.distribution for package in PLUGINS.values() if not package.planned} == entered
+    assert {package.plugin: package.distribution for package in PLUGINS.values()} == entered
 
 
 def test_type_checkers_read_the_annotations_of_all_packages(root):
@@ -192,7 +192,7 @@ def test_type_checkers_read_the_annotations_of_all_packages(root):
     assert [str(package.relative_to(root)) for package in packages if not (package / "py.typed").exists()] == []
 
 
-@pytest.mark.parametrize("package", [each for each in PLUGINS.values() if not each.planned], ids=lambda each: each.plugin)
+@pytest.mark.parametrize("package", PLUGINS.values(), ids=lambda each: each.plugin)
 def test_the_table_of_packages_says_what_each_of_them_adds(package):
     subject = PluginSubject(package.plugin)
     options = Schema(tuple(subject.answer(HookSpecs.declare_options) or ())).options.values()
@@ -213,7 +213,7 @@ def test_the_table_of_packages_says_what_each_of_them_adds(package):
     assert {key for key in package.accelerate if key.islower()} == sections
 
 
-@pytest.mark.parametrize("package", [each for each in PLUGINS.values() if not each.planned], ids=lambda each: each.plugin)
+@pytest.mark.parametrize("package", PLUGINS.values(), ids=lambda each: each.plugin)
 def test_the_table_of_packages_has_the_strategy_and_its_distributed_type(package, write):
     subject = PluginSubject(package.plugin)
     types = [key for key in package.accelerate if key.isupper()]

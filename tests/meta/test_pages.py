@@ -36,9 +36,11 @@ _OF_JOBS = (
     "submit",
     "unusable",
 )
+_OF_THE_WEB_PAGE = ("host", "open", "port")
 _OF_OTHER_COMMANDS = (
     *_OF_SLURM,
     *_OF_JOBS,
+    *_OF_THE_WEB_PAGE,
     "gpu",
     "gpus",
     "quick",

@@ -75,11 +75,6 @@ def test_a_mistyped_command_gets_the_nearest_one(run):
     assert run("trian")[::2] == (2, "smalti: error: unknown command 'trian'\n  fix: did you mean train?\n")
 
 
-def test_a_command_of_a_package_that_does_not_exist_yet_says_so(run):
-    code, _, errors = run("ui")
-    assert (code, "smalti-webui is planned and not available yet" in errors, "pip install" in errors) == (2, True, False)
-
-
 def test_a_command_of_a_plugin_that_is_left_out_names_its_package(run, monkeypatch):
     monkeypatch.setenv("SMALTI_WITHOUT", "all")
     code, _, errors = run("detect-blocks")

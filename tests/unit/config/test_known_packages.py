@@ -6,7 +6,7 @@ import pytest
 
 from smalti.config import known_packages
 from smalti.config.known_packages import PLUGINS
-from smalti.errors import ConfigError, MissingPlugin
+from smalti.errors import ConfigError
 
 
 @pytest.fixture
@@ -41,10 +41,3 @@ def test_an_option_of_no_package_is_unknown_and_not_a_matter_of_installing(confi
     with pytest.raises(ConfigError, match="unknown option --aws_compress") as caught:
         configure("--aws_compress")
     assert (caught.value.exit_code, "pip install" in str(caught.value)) == (2, False)
-
-
-def test_what_is_planned_is_not_missing_on_this_machine():
-    error = PLUGINS["webui"].error("x")
-    assert "smalti-webui is planned and not available yet" in str(error)
-    assert error.exit_code == 2
-    assert not isinstance(error, MissingPlugin)

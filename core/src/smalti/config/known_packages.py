@@ -15,14 +15,14 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
-from smalti.errors import MissingPlugin, Problem, UserError
+from smalti.errors import MissingPlugin, Problem
 
 
 @dataclass(frozen=True, kw_only=True)
 class Package:
     """One package of the project, with the names of what it adds.
 
-    `folder` is its folder below plugins/, if that is not called as the plugin is. `planned` packages do not exist yet.
+    `folder` is its folder below plugins/, if that is not called as the plugin is.
     `accelerate` has sections of an Accelerate YAML and values of its `distributed_type`. `checkpoints` has (pattern, format):
     files that mark a folder as a checkpoint of that format. `strategy` is the title of its distributed plan. `schemes` are
     those of URLs that it takes in place of paths.
@@ -30,7 +30,6 @@ class Package:
 
     plugin: str
     folder: str = ""
-    planned: bool = False
     options: tuple[str, ...] = ()
     commands: tuple[str, ...] = ()
     caches: tuple[str, ...] = ()
@@ -47,8 +46,8 @@ class Package:
 
     @property
     def target(self) -> str:
-        """What `pip install` takes; empty if the package is installed, or planned."""
-        if self.planned or installed(self.distribution):
+        """What `pip install` takes; empty if the package is installed."""
+        if installed(self.distribution):
             return ""
         folder = self.folder or self.plugin
         if (clone := _clone()) is not None:
@@ -58,18 +57,15 @@ class Package:
 
     def problem(self, message: str, where: str) -> Problem:
         """A problem of the configuration: something needs this package."""
-        available = "" if self.planned else self.distribution
-        return Problem(message=message, where=where, fix=self.fix, package=available, install=self.target)
+        return Problem(message=message, where=where, fix=self.fix, package=self.distribution, install=self.target)
 
-    def error(self, message: str) -> UserError:
-        """The same as an exception: MissingPlugin, or UserError for a planned package."""
-        return (UserError if self.planned else MissingPlugin)(message, fix=self.fix)
+    def error(self, message: str) -> MissingPlugin:
+        """The same as an exception."""
+        return MissingPlugin(message, fix=self.fix)
 
     @property
     def fix(self) -> str:
         """How to get the package."""
-        if self.planned:
-            return f"leave it out: {self.distribution} is planned and not available yet"
         if not self.target:
             return f"the plugin {self.plugin!r} is installed but disabled: remove it from `without`, or add it to `plugins`"
         return f"pip install {self.target}"
@@ -198,7 +194,7 @@ PACKAGES = (
         ),
         commands=("health",),
     ),
-    Package(plugin="webui", planned=True, commands=("ui",)),
+    Package(plugin="webui", commands=("ui",)),
 )
 
 PLUGINS = {package.plugin: package for package in PACKAGES}

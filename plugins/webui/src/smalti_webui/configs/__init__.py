@@ -1,0 +1,1 @@
+"""Drafts of configurations: form, TOML and flags, check, save, import."""

@@ -1,0 +1,1 @@
+"""FSDP, block detection, DeepSpeed and the planner."""

@@ -1,0 +1,1 @@
+"""The dry run, the start of a run, the queue."""

@@ -1,0 +1,1 @@
+"""Datasets, plugins, doctor, maintenance; samples, checkpoints, errors and comparison of runs."""

@@ -1,0 +1,1 @@
+"""The application: settings, safety, templates, and commands that run as processes."""
