@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from http import HTTPStatus
 
 from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
@@ -77,13 +78,15 @@ def _error(request: Request, status: int, title: str, problems: list[Problem]) -
     return show(request, name, status=status, title=title, problems=problems)
 
 
-_TITLES = {403: "Not allowed", 404: "Not found", 405: "Not possible here", 422: "Not valid"}
+_TITLES = {403: "Not allowed", 404: "Not found", 405: "Not possible here", 408: "Too slow", 413: "Too large", 422: "Not valid"}
 
 
 async def _http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     title = _TITLES.get(error.status_code, "Error")
-    return _error(request, error.status_code, title, [Problem(message=str(error.detail))])
+    unknown = error.status_code == 404 and error.detail == HTTPStatus.NOT_FOUND.phrase
+    message = f"there is no page {request.url.path}" if unknown else str(error.detail)
+    return _error(request, error.status_code, title, [Problem(message=message)])
 
 
 async def _invalid(request: Request, error: Exception) -> Response:

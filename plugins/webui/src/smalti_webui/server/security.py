@@ -10,6 +10,7 @@ from http.cookies import CookieError, SimpleCookie
 from typing import Any
 from urllib.parse import parse_qsl, urlencode
 
+from fastapi import HTTPException  # FastAPI passes it on while it reads a body
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import HTMLResponse, RedirectResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -43,14 +44,6 @@ HEADERS = {
 _READING = ("GET", "HEAD")
 
 
-class TooLarge(Exception):  # noqa: N818 - names what is the matter
-    """The body of a request has more than MAX_BODY bytes."""
-
-
-class TooSlow(Exception):  # noqa: N818
-    """The body of a request has not arrived within BODY_SECONDS."""
-
-
 class Security:
     """Refuses what is not from a browser of the user's, on the page itself."""
 
@@ -68,29 +61,17 @@ class Security:
         if scope["type"] != "http":  # there are no websockets
             await send({"type": "websocket.close", "code": 1008})
             return
-        begun = False
 
         async def with_headers(message: Message) -> None:
-            nonlocal begun
             if message["type"] == "http.response.start":
-                begun = True
                 headers = MutableHeaders(scope=message)
                 for name, value in HEADERS.items():
                     headers.setdefault(name, value)
                 headers.setdefault("cache-control", "no-store")
             await send(message)
 
-        refusal = self._refusal(scope)
-        try:
-            if refusal is None:
-                await self._app(scope, _Limited(receive), with_headers)
-        except (TooLarge, TooSlow) as error:
-            if begun:
-                raise
-            large = isinstance(error, TooLarge)
-            refusal = self._page(413, _LARGE) if large else self._page(408, "The request did not arrive in time.")
-        if refusal is not None:
-            await refusal(scope, receive, with_headers)
+        answer = self._refusal(scope) or self._app
+        await answer(scope, _Limited(receive), with_headers)
 
     def _refusal(self, scope: Scope) -> Response | None:
         """The answer to a request that must not reach a page; None for one that may."""
@@ -136,7 +117,7 @@ _LARGE = f"The request is larger than {MAX_BODY >> 20} MiB."
 
 
 class _Limited:
-    """The body of a request, with a limit on its size and on the time until it has arrived."""
+    """The body of a request, with a limit on its size and on the time until it has arrived: else HTTPException 413 or 408."""
 
     def __init__(self, receive: Receive) -> None:
         self._receive = receive
@@ -154,10 +135,10 @@ class _Limited:
             async with asyncio.timeout_at(self._deadline):
                 message = await self._receive()
         except TimeoutError:
-            raise TooSlow from None
+            raise HTTPException(408, "The request did not arrive in time.") from None
         self._size += len(message.get("body", b""))
         if self._size > MAX_BODY:
-            raise TooLarge
+            raise HTTPException(413, _LARGE)
         self._complete = not message.get("more_body", False)
         return message
 
