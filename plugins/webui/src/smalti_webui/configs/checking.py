@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
 from pathlib import Path
 
 from smalti import Problem, UserError
-from smalti.config import PREFIX, Config, Option, Schema, draft as draft_of
+from smalti.config import Config, Option, Schema, draft as draft_of
 from smalti.errors import InvalidOptionError, problems_in
 from smalti.migration import refuse_other_trainers
-from smalti.plugins import Selection, load_plugins, schema_of, selection_of
+from smalti.plugins import Selection
 from smalti_webui.configs.controls import as_text, from_text
 from smalti_webui.configs.drafts import Draft
-from smalti_webui.configs.toml_text import NAME, given
+from smalti_webui.configs.schemas import schema_for, schema_with
+from smalti_webui.configs.toml_text import NAME, given, unwrapped
 
 _FLAG = re.compile(r"--([A-Za-z][A-Za-z0-9_-]*)")
 
@@ -42,26 +41,6 @@ class Checked:
     @property
     def works(self) -> bool:
         return not self.problems and not self.broken
-
-
-@lru_cache(maxsize=8)
-def schema_with(selection: Selection) -> Schema:
-    """The options of the core and of the plugins that are selected. Plugins that cannot be loaded are left out."""
-    return schema_of(load_plugins(selection, strict=False))
-
-
-def schema_for(file: Path) -> tuple[Schema, list[Problem]]:
-    """The options for a configuration file, which may select plugins; and what is wrong with that selection."""
-    try:
-        selection = selection_of((), file, os.environ)
-        return schema_with(selection), []
-    except UserError as error:
-        return schema_with(Selection()), list(problems_in(error))
-
-
-def own_environment() -> dict[str, str]:
-    """The environment without variables that are options: those of the server's user are not part of a configuration."""
-    return {name: value for name, value in os.environ.items() if not name.startswith(PREFIX)}
 
 
 def checked(draft: Draft, file: Path) -> Checked:
@@ -168,16 +147,12 @@ def differences(found: Checked) -> list[tuple[str, str, str]]:
         option = found.schema.options[name]
         default = as_text(option, _plain(option.default))
         try:
-            if option.check(_unwrapped(value)) == option.default:
+            if option.check(unwrapped(value)) == option.default:
                 continue
         except ValueError:  # not valid, so it differs
             pass
         rows.append((name, as_text(option, value) or ("(secret)" if option.is_secret(value) else '""'), default))
     return rows
-
-
-def _unwrapped(value: object) -> object:
-    return value.unwrap() if hasattr(value, "unwrap") else value
 
 
 def state(draft: Draft, found: Checked) -> dict[str, object]:
@@ -196,4 +171,3 @@ def state(draft: Draft, found: Checked) -> dict[str, object]:
         "checked": draft.checked if draft.checked.get("version") == draft.version else None,
         "revisions": len(draft.revisions),
     }
-

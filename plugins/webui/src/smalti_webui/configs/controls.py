@@ -93,7 +93,7 @@ def _texts(kind: Kind, texts: list[str]) -> str:
 def _tables(name: str, rows: list[dict[str, object]]) -> str:
     document = tomlkit.document()
     if hasattr(rows, "as_string"):  # read by tomlkit: with its comments
-        document.add(name, rows)  # type: ignore[arg-type]
+        document.add(name, rows)
     else:
         array = tomlkit.aot()
         for row in rows:
@@ -160,4 +160,5 @@ def _rows(option: Option, text: str) -> object | None:
         return None  # only comments
     if not isinstance(rows, list) or not all(isinstance(each, dict) for each in rows):
         raise UserError(f"{option.name} is not a list of tables", fix=fix)
-    return tomlkit.parse(text)[option.name]
+    found: object = tomlkit.parse(text)[option.name]
+    return found

@@ -18,8 +18,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from starlette.exceptions import HTTPException
+
 from smalti.system import atomic_write
-from smalti_webui.configs.toml_text import NAME
+from smalti_webui.configs.schemas import schema_for
+from smalti_webui.configs.toml_text import NAME, given, unwrapped, with_values
+from smalti_webui.server.settings import Settings
 
 KEPT = 50
 """Earlier texts of a draft that are kept."""
@@ -41,7 +45,7 @@ class Draft:
     """A configuration that is being edited. `text` is TOML, also while it has errors.
 
     `target` is the file that it is saved to, "" before the first save; `base` the digest of that file's content when it was
-    opened or saved. `pending` has texts that no TOML can hold yet: of a field with tables, by option, or of the flags ("flags").
+    opened or saved. `pending` has texts that no TOML can hold yet: of a field with tables, by option, or "flags".
     `checked` is the result of the last check, of version `checked["version"]`.
     """
 
@@ -56,6 +60,40 @@ class Draft:
     pending: Mapping[str, str] = field(default_factory=dict)
     checked: Mapping[str, object] = field(default_factory=dict)
     revisions: tuple[Revision, ...] = ()
+    store: DraftStore | None = field(default=None, repr=False, compare=False)
+    folder: Path = field(default_factory=Path.cwd, compare=False)
+    """Where relative paths of the configuration start."""
+
+    @classmethod
+    def load(cls, settings: Settings, id: str) -> Draft:
+        """A draft of this server. HTTPException 404 if there is none with this id."""
+        try:
+            return replace(drafts_of(settings).get(id), folder=settings.roots[0])
+        except UnknownDraft:
+            raise HTTPException(404, "there is no such draft") from None
+
+    @property
+    def file(self) -> Path:
+        """The text as a file, for commands."""
+        assert self.store is not None, "the draft comes from a store"
+        return self.store.file(self.id)
+
+    @property
+    def values(self) -> Mapping[str, object]:
+        """The values that the text gives, by option, as they are written. Raises UserError if it is not TOML."""
+        return {name: unwrapped(value) for name, value in given(self.text, schema_for(self.file)[0]).items()}
+
+    def set(self, changes: Mapping[str, object], what: str = "") -> Draft:
+        """Change options of the draft as it is now; None removes one. Returns the changed draft. Raises UserError."""
+        assert self.store is not None, "the draft comes from a store"
+        now = self.store.get(self.id)
+        text = with_values(now.text, schema_for(self.file)[0], changes)
+        written = self.store.write(self.id, now.version, text, what or ", ".join(changes))
+        return replace(written, folder=self.folder)
+
+    def toml(self) -> str:
+        """The text."""
+        return self.text
 
     @property
     def is_saved(self) -> bool:
@@ -78,6 +116,11 @@ class UnknownDraft(Exception):  # noqa: N818
 def digest(content: bytes) -> str:
     """By which a file is known to be unchanged."""
     return hashlib.sha256(content).hexdigest()
+
+
+def drafts_of(settings: Settings) -> DraftStore:
+    """The drafts of this server's user."""
+    return DraftStore(settings.data / "drafts")
 
 
 class DraftStore:
@@ -103,7 +146,7 @@ class DraftStore:
         try:
             content = json.loads((self.folder / id / "draft.json").read_bytes())
             revisions = tuple(Revision(**each) for each in content.pop("revisions"))
-            return Draft(**content, revisions=revisions)
+            return Draft(**content, revisions=revisions, store=self)
         except (OSError, ValueError, TypeError, KeyError):
             raise UnknownDraft(id) from None
 
@@ -179,10 +222,11 @@ class DraftStore:
         return draft
 
     def _put(self, draft: Draft) -> Draft:
-        draft = replace(draft, changed=time.time())
+        draft = replace(draft, changed=time.time(), store=self)
         folder = self.folder / draft.id
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        content = {**vars(draft), "revisions": [vars(each) for each in draft.revisions]}
+        content = {name: value for name, value in vars(draft).items() if name not in ("store", "folder")}
+        content["revisions"] = [vars(each) for each in draft.revisions]
         atomic_write(folder / "draft.json", json.dumps(content).encode(), mode=0o600)
         atomic_write(folder / NAME, draft.text.encode(), mode=0o600)
         return draft

@@ -8,9 +8,10 @@ from collections.abc import Mapping, Sequence
 
 from smalti import ConfigError, UserError
 from smalti.config import Config, Schema, as_toml, draft as draft_of
-from smalti_webui.configs.checking import Checked, own_environment
+from smalti_webui.configs.checking import Checked
 from smalti_webui.configs.controls import is_hidden
-from smalti_webui.configs.toml_text import content_of, given, other_keys, with_values
+from smalti_webui.configs.schemas import own_environment
+from smalti_webui.configs.toml_text import content_of, given, other_keys, unwrapped, with_values
 
 COMMAND = "smalti train"
 
@@ -23,12 +24,12 @@ def flags_of(found: Checked, config: Config) -> list[str]:
     if not config.problems:
         values = config.values()
         # The environment and an Accelerate YAML are sources of the command line too; what they give is not repeated.
-        mine = [name for name, source in config.sources.items() if not source.startswith(("environment", "Accelerate", "scheduler"))]
+        mine = [
+            name for name, source in config.sources.items() if not source.startswith(("environment", "Accelerate", "scheduler"))
+        ]
         return [f"--{name}={_text(values[name])}" for name in mine if name in values and values[name] is not None]
     return [
-        f"--{name}={_text(value)}"
-        for name, value in found.given.items()
-        if not is_hidden(found.schema.options[name], value)
+        f"--{name}={_text(value)}" for name, value in found.given.items() if not is_hidden(found.schema.options[name], value)
     ]
 
 
@@ -46,7 +47,7 @@ def command_text(flags: Sequence[str]) -> str:
 def split(text: str) -> list[str]:
     """The flags of a command as it is written for a shell. Raises UserError if its quotes are not closed."""
     try:
-        words = shlex.split(text)
+        words = [word for word in shlex.split(text) if word != "\n"]  # of a backslash at the end of a line
     except ValueError as error:
         raise UserError(f"this is not a command line: {error}", fix="close the quotes") from None
     return words[2:] if words[:2] == COMMAND.split() else words
@@ -77,10 +78,6 @@ def with_flags(text: str, schema: Schema, flags: Sequence[str]) -> str:
 def _same(schema: Schema, name: str, before: Mapping[str, object], value: object) -> bool:
     option = schema.options[name]
     try:
-        return name in before and bool(option.check(_unwrapped(before[name])) == option.check(value))
+        return name in before and bool(option.check(unwrapped(before[name])) == option.check(value))
     except ValueError:
         return False
-
-
-def _unwrapped(value: object) -> object:
-    return value.unwrap() if hasattr(value, "unwrap") else value

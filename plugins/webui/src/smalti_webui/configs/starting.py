@@ -12,8 +12,8 @@ from smalti.config import as_toml, draft as draft_of, read_mapping, read_text
 from smalti.migration import as_toml as imported_toml, import_files, refuse_other_trainers
 from smalti.plugins import Selection
 from smalti.rundir import RunDirectory
-from smalti_webui.configs.checking import own_environment, schema_for, schema_with
 from smalti_webui.configs.drafts import Draft, DraftStore, digest
+from smalti_webui.configs.schemas import own_environment, schema_for, schema_with
 from smalti_webui.configs.toml_text import given, with_values
 
 RECIPES = Path(__file__).with_name("recipes")

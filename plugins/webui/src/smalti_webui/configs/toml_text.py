@@ -28,7 +28,7 @@ def given(text: str, schema: Schema) -> dict[str, object]:
     found: dict[str, object] = {}
     for key, value in flat(cast(MutableMapping[str, object], document), schema.groups):
         if (option := schema.find(key)) is not None:
-            plain = value.unwrap() if hasattr(value, "unwrap") else value
+            plain = unwrapped(value)
             found.setdefault(option.name, value if _is_rows(plain) and hasattr(value, "as_string") else plain)
     return found
 
@@ -48,7 +48,7 @@ def with_values(text: str, schema: Schema, values: Mapping[str, object]) -> str:
     Raises UserError if the text is not TOML, or if it cannot be changed without changing the rest of it.
     """
     before = {name: value for name, value in _plain(text, schema).items() if name not in values}
-    wanted = before | {name: _unwrapped(value) for name, value in values.items() if value is not None}
+    wanted = before | {name: unwrapped(value) for name, value in values.items() if value is not None}
     try:
         changed = set_values(text, schema, values)
         changed = changed if changed.endswith("\n") or not changed else changed + "\n"
@@ -70,5 +70,7 @@ def _plain(text: str, schema: Schema) -> dict[str, object]:
     return found
 
 
-def _unwrapped(value: object) -> object:
-    return value.unwrap() if hasattr(value, "unwrap") else value
+def unwrapped(value: object) -> object:
+    """A value without the comments and spaces that tomlkit keeps."""
+    plain: object = value.unwrap() if hasattr(value, "unwrap") else value
+    return plain

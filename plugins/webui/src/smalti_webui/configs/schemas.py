@@ -1,0 +1,32 @@
+"""The options that a configuration may have: those of the core and of the plugins that it selects."""
+
+from __future__ import annotations
+
+import os
+from functools import lru_cache
+from pathlib import Path
+
+from smalti import Problem, UserError
+from smalti.config import PREFIX, Schema
+from smalti.errors import problems_in
+from smalti.plugins import Selection, load_plugins, schema_of, selection_of
+
+
+@lru_cache(maxsize=8)
+def schema_with(selection: Selection) -> Schema:
+    """The options of the core and of the plugins that are selected. Plugins that cannot be loaded are left out."""
+    return schema_of(load_plugins(selection, strict=False))
+
+
+def schema_for(file: Path) -> tuple[Schema, list[Problem]]:
+    """The options for a configuration file, which may select plugins; and what is wrong with that selection."""
+    try:
+        selection = selection_of((), file, os.environ)
+        return schema_with(selection), []
+    except UserError as error:
+        return schema_with(Selection()), list(problems_in(error))
+
+
+def own_environment() -> dict[str, str]:
+    """The environment without variables that are options: those of the server's user are not part of a configuration."""
+    return {name: value for name, value in os.environ.items() if not name.startswith(PREFIX)}
