@@ -13,10 +13,12 @@ from .errors import (
     ConfigError as ConfigError,
     ExitCode as ExitCode,
     InUseError as InUseError,
+    InvalidOptionError as InvalidOptionError,
     MissingPlugin as MissingPlugin,
     PreflightError as PreflightError,
     Problem as Problem,
     UserError as UserError,
+    problems_in as problems_in,
 )
 from .hookspecs import HookSpecs as HookSpecs, hookimpl as hookimpl
 from .types import (

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import cast
 
-from smalti import Problem, UserError
+from smalti import InvalidOptionError, Problem, UserError, problems_in
 from smalti.config import Config, Option, Schema, draft as draft_of
-from smalti.errors import InvalidOptionError, problems_in
 from smalti.migration import refuse_other_trainers
 from smalti.plugins import Selection
 from smalti_webui.configs.controls import as_text, from_text
@@ -140,12 +140,17 @@ def _plain(value: object) -> object:
     return list(value) if isinstance(value, tuple) else value
 
 
+def default_text(option: Option) -> str:
+    """The default as a control would have it; "" if there is none."""
+    return as_text(option, _plain(option.default))
+
+
 def differences(found: Checked) -> list[tuple[str, str, str]]:
     """(option, value, default) of what the draft gives and is not the default; texts of secrets are left out."""
     rows = []
     for name, value in found.given.items():
         option = found.schema.options[name]
-        default = as_text(option, _plain(option.default))
+        default = default_text(option)
         try:
             if option.check(unwrapped(value)) == option.default:
                 continue
@@ -157,17 +162,27 @@ def differences(found: Checked) -> list[tuple[str, str, str]]:
 
 def state(draft: Draft, found: Checked) -> dict[str, object]:
     """What a page shows of a draft beside its fields, as JSON."""
+    checked_now = draft.checked if draft.checked.get("version") == draft.version else None
+    problems = [each.as_json() for each in found.problems]
+    for each in cast(list[dict[str, str]], checked_now["problems"]) if checked_now else ():
+        if all(each["message"] != known["message"] for known in problems):
+            problems.append(each)
     return {
         "version": draft.version,
         "broken": found.broken,
         "saved": draft.is_saved,
-        "works": found.works,
-        "problems": [each.as_json() for each in found.problems],
+        "problems": problems,
         "notices": [{"option": option, "text": text} for option, text in found.notices],
         "idle": dict(found.idle),
         "elsewhere": {name: {"source": source, "text": text} for name, (source, text) in found.elsewhere.items()},
-        "given": sorted(found.given),
+        "given": sorted({*found.given, *draft.pending}),
         "differences": [{"option": name, "text": text, "default": default} for name, text, default in differences(found)],
-        "checked": draft.checked if draft.checked.get("version") == draft.version else None,
-        "revisions": len(draft.revisions),
+        "checked": checked_now and {"unchecked": checked_now.get("unchecked", ""), "failed": checked_now.get("failed", "")},
     }
+
+
+def problems_of_check(draft: Draft, found: Checked, file: Path, problems: Sequence[Mapping[str, str]]) -> list[dict[str, str]]:
+    """The problems that a command has found in the file of a draft, with the file's own name, at their options."""
+    name = draft.target or f"{draft.name}.toml"
+    made = [Problem(message=each["message"], where=each["where"], fix=each["fix"], option=each["option"]) for each in problems]
+    return [_named(each, str(file), name, found.schema).as_json() for each in made]

@@ -27,6 +27,8 @@ from smalti_webui.server.settings import Settings
 
 KEPT = 50
 """Earlier texts of a draft that are kept."""
+TYPING = 30.0
+"""Seconds within which changes of the same kind are one, of which only the text before the first is kept."""
 _ID = re.compile(r"[0-9a-f]{12}")
 
 
@@ -181,8 +183,9 @@ class DraftStore:
         with self._locked():
             draft = self._at(id, version)
             kept = {name: each for name, each in {**draft.pending, **(pending or {})}.items() if each is not None}
+            typing = draft.revisions and draft.revisions[-1].what == what and time.time() - draft.changed < TYPING
             before = Revision(version=draft.version, t=draft.changed, what=what, text=draft.text)
-            revisions = draft.revisions if text == draft.text else (*draft.revisions, before)[-KEPT:]
+            revisions = draft.revisions if typing or text == draft.text else (*draft.revisions, before)[-KEPT:]
             if text == draft.text and kept == draft.pending and base is None:
                 return draft
             changed = replace(draft, text=text, version=draft.version + 1, pending=kept, revisions=revisions)

@@ -10,6 +10,7 @@ from smalti import ConfigError, UserError
 from smalti.config import Config, Schema, as_toml, draft as draft_of
 from smalti_webui.configs.checking import Checked
 from smalti_webui.configs.controls import is_hidden
+from smalti_webui.configs.drafts import Draft
 from smalti_webui.configs.schemas import own_environment
 from smalti_webui.configs.toml_text import content_of, given, other_keys, unwrapped, with_values
 
@@ -81,3 +82,10 @@ def _same(schema: Schema, name: str, before: Mapping[str, object], value: object
         return name in before and bool(option.check(unwrapped(before[name])) == option.check(value))
     except ValueError:
         return False
+
+
+def draft_flags(draft: Draft, found: Checked) -> str:
+    """The command of a draft, for a shell."""
+    if found.broken:
+        return ""
+    return command_text(flags_of(found, draft_of(found.schema, file=draft.file, environment=own_environment())))

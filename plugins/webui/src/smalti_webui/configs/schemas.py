@@ -6,9 +6,8 @@ import os
 from functools import lru_cache
 from pathlib import Path
 
-from smalti import Problem, UserError
+from smalti import Problem, UserError, problems_in
 from smalti.config import PREFIX, Schema
-from smalti.errors import problems_in
 from smalti.plugins import Selection, load_plugins, schema_of, selection_of
 
 
