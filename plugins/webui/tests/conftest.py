@@ -123,13 +123,13 @@ def make_run(root: Path) -> Callable[..., RunDirectory]:
 
     With `condition="running"` the writer stays open until the end of the test; `make_run.writers[name]` is the writer.
     """
-    return _Runs(root)
+    return Runs(root)
 
 
 _STEP = {"grad_norm": 0.5, "learning_rate": 1e-4, "samples": 4, "seconds": 0.5, "data_seconds": 0.01, "skipped": False}
 
 
-class _Runs:
+class Runs:
     def __init__(self, root: Path) -> None:
         self._root = root
         self.writers: dict[str, RunWriter] = {}

@@ -27,6 +27,7 @@ export function toast(text, level = "info") {
   pill.append(icon(`is-${level}`), text);
   line.append(pill, Object.assign(document.createElement("time"), { textContent: new Date().toLocaleTimeString() }));
   list.prepend(line);
+  document.getElementById("last-message").replaceChildren(line.lastChild.cloneNode(true), ` ${text}`);
 }
 
 /** An icon of icons.svg. */
