@@ -35,7 +35,11 @@ class Process:
 
     @classmethod
     def current(cls) -> Process:
-        pid = os.getpid()
+        return cls.of(os.getpid())
+
+    @classmethod
+    def of(cls, pid: int) -> Process:
+        """A process of this host that is known to exist."""
         return cls(pid=pid, host=socket.gethostname(), pid_namespace=_pid_namespace(), start_time=_start_time(pid) or "")
 
     def alive(self) -> bool | None:

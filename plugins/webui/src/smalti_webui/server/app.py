@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -18,6 +19,7 @@ from starlette.types import Scope
 from smalti import ConfigError, Problem, UserError
 from smalti_webui.configs.router import router as configs
 from smalti_webui.hardware.router import router as hardware
+from smalti_webui.launch.queue import Queue, keep_advancing
 from smalti_webui.launch.router import router as launch
 from smalti_webui.places.router import router as places
 from smalti_webui.runs.router import router as runs
@@ -41,8 +43,10 @@ def create_app(settings: Settings, on_new_link: Callable[[str], None] = lambda t
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        queue = asyncio.create_task(keep_advancing(Queue(settings)))
         yield
         app.state.closing = True
+        queue.cancel()
 
     app = FastAPI(title="smalti", docs_url=None, redoc_url=None, openapi_url=None, lifespan=lifespan)
     app.state.settings = settings

@@ -11,7 +11,7 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,13 +48,15 @@ def environment() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name not in PRIVATE} | {"NO_COLOR": "1"}
 
 
-async def run_cli(args: Sequence[str], timeout: float, input: str | None = None) -> Result:
+async def run_cli(args: Sequence[str], timeout: float, input: str | None = None, cwd: Path | None = None) -> Result:
     """Run a command of smalti and wait for it. After `timeout` seconds it is ended, with everything that it has started.
+
+    Relative paths start at `cwd`, by default the server's folder.
 
     At most two run at the same time; others wait. If the browser goes away, the command is ended too.
     """
     async with _slots.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(_AT_ONCE)):
-        process = await _start(args, stdin=subprocess.DEVNULL if input is None else subprocess.PIPE)
+        process = await _start(args, stdin=subprocess.DEVNULL if input is None else subprocess.PIPE, cwd=cwd)
         timed_out, sent = False, None if input is None else input.encode()
         try:
             out, err = await asyncio.wait_for(process.communicate(sent), timeout)
@@ -95,14 +97,17 @@ async def _end(process: asyncio.subprocess.Process) -> None:
         await process.wait()
 
 
-def start_detached(args: Sequence[str], log: Path, cwd: Path) -> int:
-    """Start a command of smalti that continues when the server ends. Returns its process id. Its output is added to `log`."""
+def start_detached(args: Sequence[str], log: Path, cwd: Path, variables: Mapping[str, str] | None = None) -> int:
+    """Start a command of smalti that continues when the server ends. Returns its process id. Its output is added to `log`.
+
+    `variables` are added to its environment.
+    """
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("ab") as output:
         process = subprocess.Popen(
             command(args),
             cwd=cwd,
-            env=environment(),
+            env={**environment(), **(variables or {})},
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
