@@ -21,6 +21,7 @@ THEME_COOKIE = "smalti-ui-theme"
 NAVIGATION = (
     ("runs", "/runs", "Runs", "g r"),
     ("configs", "/configs", "Configs", "g c"),
+    ("launch", "/launch", "Queue", "g q"),
     ("datasets", "/datasets", "Datasets", "g d"),
     ("plugins", "/plugins", "Plugins", "g p"),
     ("doctor", "/doctor", "Doctor", "g o"),
@@ -50,7 +51,7 @@ def page(request: Request, name: str, *, status: int = 200, **context: Any) -> H
     common = {
         "request": request,
         "theme": theme_of(request),
-        "here": request.url.path.strip("/").partition("/")[0],
+        "here": _here(request),
         "recent": state.messages.recent(),
         "pending": state.messages.take_pending(),
         "settings": state.settings,
@@ -61,6 +62,12 @@ def page(request: Request, name: str, *, status: int = 200, **context: Any) -> H
 def partial(request: Request, name: str, *, status: int = 200, **context: Any) -> HTMLResponse:
     """A part of a page, which replaces an element of a page that is shown."""
     return HTMLResponse(request.app.state.templates.render(name, **{"request": request, **context}), status)
+
+
+def _here(request: Request) -> str:
+    """The entry of the navigation to which an address belongs."""
+    first = request.url.path.strip("/").partition("/")[0]
+    return {"hardware": "configs", "compare": "runs"}.get(first, first)
 
 
 def wants_part(request: Request) -> bool:
