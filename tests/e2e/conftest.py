@@ -1,11 +1,9 @@
 """Real runs for the tests: a small data set, and `smalti train` as a user starts it, in a process of its own."""
 
-import fcntl
 import json
 import os
 import subprocess
 import sys
-import termios
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -18,6 +16,7 @@ from PIL import Image, ImageDraw
 
 from smalti.launch.launcher import kill_tree
 from smalti.rundir.directory import RunDirectory
+from support.forked_popen import ForkedPopen, run_executed, run_forked
 from support.warm_processes import warm_processes
 
 PROBE = Path(__file__).parent / "probe"
@@ -118,7 +117,7 @@ def starting(pictures: Path) -> Iterator[Callable[..., "Started"]]:
     started = []
 
     def begin(directory: Path, *, terminal: int | None = None, variables: dict | None = None, **options) -> Started:
-        process = subprocess.Popen(
+        process = ForkedPopen(
             command(pictures, directory, **options),
             env=environment(directory, probe=False, **(variables or {})),
             stdin=terminal,
@@ -126,7 +125,7 @@ def starting(pictures: Path) -> Iterator[Callable[..., "Started"]]:
             stderr=subprocess.STDOUT,
             text=True,
             start_new_session=terminal is not None,
-            preexec_fn=None if terminal is None else lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+            terminal=terminal is not None,
         )
         started.append(process)
         return Started(directory, process)
@@ -201,7 +200,7 @@ def launch(pictures):
     """Start a run and wait for its end, as `train` does, in new processes that `smalti train` launches itself.
 
     For what `train` cannot show: launching, failures on one of several ranks, what a run as a whole prints. The words `before`
-    the command are a program that runs it.
+    the command are a program that runs it. The processes are forked (`support.forked_popen`), unless they are to be `executed`.
     """
 
     def start(
@@ -211,13 +210,12 @@ def launch(pictures):
         spoil: str = "",
         probe: bool = True,
         variables: dict | None = None,
+        executed: bool = False,
         **options,
     ) -> Finished:
-        finished = subprocess.run(
+        finished = (run_executed if executed else run_forked)(
             [*before, *command(pictures, directory, **options)],
             env=environment(directory, probe=probe, PROBE_SPOIL=spoil, **(variables or {})),
-            capture_output=True,
-            text=True,
             timeout=240,
         )
         return Finished.of(directory, finished.returncode, finished.stdout + finished.stderr)

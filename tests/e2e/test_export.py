@@ -2,7 +2,6 @@
 
 import json
 import os
-import subprocess
 import sys
 
 import pytest
@@ -18,6 +17,7 @@ from smalti.cli.checkpoint import checkpoint
 from smalti.errors import UserError
 from smalti.parallel.state import PortableState
 from smalti_testing.strategies import SingleRank
+from support.forked_popen import run_forked
 
 OPTIONS = {"max_train_steps": 2, "train_batch_size": 4, "use_ema": True, "checkpoint_step_interval": 1}
 
@@ -43,7 +43,7 @@ def export(*words):
 def test_shards_of_a_backend_that_is_not_there_become_whole_and_start_another_run(run, tmp_path, train):
     target = tmp_path / "made"
     command = [sys.executable, "-m", "smalti", "checkpoint", "export", run.directory, "--to", target, "--json"]
-    done = subprocess.run(command, env=os.environ | {"SMALTI_PLUGINS": "toy"}, capture_output=True, text=True, timeout=60)
+    done = run_forked(command, env=os.environ | {"SMALTI_PLUGINS": "toy"})
     assert done.returncode == 0, done.stderr
     told = json.loads(done.stdout)
     assert (told["step"], told["family"], told["files"]) == (

@@ -23,9 +23,9 @@ def remove(directory: Path) -> None:
 
 
 def wait_for_checkpoint(run) -> None:
-    """Until there is one where the run saves."""
-    deadline = time.monotonic() + 90
-    while RunDirectory(run.directory).record() is None or CheckpointStore(run.directory / "checkpoints").latest() is None:
+    """Until there is one where the run saves, and a heartbeat beside it."""
+    deadline, directory = time.monotonic() + 90, RunDirectory(run.directory)
+    while directory.status().condition != "running" or CheckpointStore(run.directory / "checkpoints").latest() is None:
         assert run.process.poll() is None, run.process.communicate()[0]
         assert time.monotonic() < deadline
         time.sleep(0.05)

@@ -2,13 +2,13 @@
 
 import json
 import re
-import subprocess
 import sys
 import tarfile
 from pathlib import Path
 
 import pytest
 
+from support.forked_popen import run_forked
 from support.old_runs import losses, pipeline
 
 ARCHIVE = Path(__file__).parents[1] / "data" / "runs-0.1.0a.tar.xz"
@@ -32,10 +32,10 @@ def test_a_run_of_an_older_version_is_resumed_from_its_checkpoint_and_its_encode
     pipeline(place / "base")
     before = encoded(place)
     words = ["train", f"{run}/config.toml", "--max_train_steps=4", "--without=plots", *CHANGES[run]]
-    done = subprocess.run([sys.executable, "-m", "smalti", *words], cwd=place, capture_output=True, text=True)
+    done = run_forked([sys.executable, "-m", "smalti", *words], cwd=place, timeout=120)
     assert done.returncode == 0, done.stdout + done.stderr
     assert losses(place / run) == pytest.approx(json.loads((place / "losses.json").read_text())[run], rel=1e-4)
     # No text is encoded anew: what is added is a pack that refers to the parts of the older version.
     assert before <= encoded(place)
     assert re.search("encoding .* texts", done.stdout + done.stderr) is None or run != "adapter"
-    assert subprocess.run([sys.executable, "-m", "smalti", "checkpoint", "verify", run], cwd=place).returncode == 0
+    assert run_forked([sys.executable, "-m", "smalti", "checkpoint", "verify", run], cwd=place).returncode == 0

@@ -11,12 +11,13 @@ import pytest
 
 from smalti.checkpoint.format.store import CheckpointStore
 from smalti.rundir.directory import RunDirectory
+from support.forked_popen import run_forked
 
 GATED = Path(__file__).parent / "gated"
 
 
 def smalti(*words: object) -> subprocess.CompletedProcess:
-    return subprocess.run([sys.executable, "-m", "smalti", *map(str, words)], capture_output=True, text=True, timeout=60)
+    return run_forked([sys.executable, "-m", "smalti", *map(str, words)])
 
 
 def latents(directory: Path) -> int:

@@ -14,12 +14,13 @@ import pytest
 
 from smalti.checkpoint.format.store import CheckpointStore
 from smalti.rundir.directory import RunDirectory
+from support.forked_popen import run_forked
 
 ENDLESS = {"max_train_steps": 100_000, "train_batch_size": 4, "validation_prompt": "circle number 1"}
 
 
 def smalti(*words: object) -> subprocess.CompletedProcess:
-    return subprocess.run([sys.executable, "-m", "smalti", *map(str, words)], capture_output=True, text=True, timeout=60)
+    return run_forked([sys.executable, "-m", "smalti", *map(str, words)])
 
 
 def still_there(processes: list[psutil.Process]) -> list[psutil.Process]:
@@ -61,7 +62,9 @@ def test_what_a_library_would_do_at_the_very_end_of_a_process_cannot_make_a_run_
     (tmp_path / "site").mkdir()
     (tmp_path / "site/sitecustomize.py").write_text("import atexit, os\natexit.register(os.abort)")
     path = {"PYTHONPATH": str(tmp_path / "site")}
-    ended = launch(tmp_path / "run", max_train_steps=2, train_batch_size=4, num_processes=2, probe=False, variables=path)
+    ended = launch(
+        tmp_path / "run", max_train_steps=2, train_batch_size=4, num_processes=2, probe=False, variables=path, executed=True
+    )
     assert (ended.code, "smalti: done: trained 2 steps" in ended.output) == (0, True), ended.output
     assert "--max_train_steps=4" in ended.output
     assert f"  time         {RunDirectory(tmp_path / 'run').goodput()}" in ended.output

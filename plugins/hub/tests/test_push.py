@@ -15,6 +15,7 @@ import torch
 from PIL import Image
 from safetensors.torch import save_file
 
+from support.forked_popen import ForkedPopen, run_forked
 from support.hub_server import READ_TOKEN, TOKEN, HubServer, hub_server
 
 MODEL = "model.safetensors"
@@ -63,7 +64,7 @@ def environment(hub: HubServer, home: Path, token: str | None = TOKEN) -> dict[s
 
 def smalti(hub, home, *arguments, token=TOKEN):
     command = [sys.executable, "-m", "smalti", *map(str, arguments)]
-    return subprocess.run(command, env=environment(hub, home, token), capture_output=True, text=True, timeout=300)
+    return run_forked(command, env=environment(hub, home, token), timeout=300)
 
 
 def test_an_export_arrives_as_it_is_in_a_private_repository_and_is_not_sent_twice(hub, exported, tmp_path):
@@ -160,7 +161,7 @@ def test_a_run_that_is_stopped_does_not_wait_for_an_upload(hub, photos, tmp_path
     directory = tmp_path / "run"
     words = ("--max_train_steps=100000", "--checkpoint_step_interval=1000", "--push_to_hub", "--push_checkpoints_to_hub")
     command = [sys.executable, "-m", "smalti", "train", *TOY, f"--instance_data_dir={photos}", f"--output_dir={directory}"]
-    run = subprocess.Popen([*command, *words], env=environment(hub, tmp_path), stderr=subprocess.PIPE, text=True)
+    run = ForkedPopen([*command, *words], env=environment(hub, tmp_path), stderr=subprocess.PIPE, text=True)
     try:
         until = time.monotonic() + 240
         while not hub.sent("POST", "/api/repos/create"):

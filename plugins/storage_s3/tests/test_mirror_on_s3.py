@@ -28,6 +28,7 @@ from smalti_storage_s3.mirror.upload import Uploader
 from smalti_testing.fault_proxy import Fault, FaultProxy, Rule
 from smalti_testing.object_store import juicefs, seaweed
 from support.checkpoints import make
+from support.forked_popen import ForkedPopen
 
 TOY = (
     "--model_family=toy",
@@ -172,7 +173,7 @@ def train(photos, server, tmp_path):
     def start(directory: Path | str, *words: str) -> subprocess.Popen[str]:
         command = [sys.executable, "-m", "smalti", "train", *TOY, f"--instance_data_dir={photos}"]
         command += [f"--output_dir={directory}", *words]
-        return subprocess.Popen(command, env=own, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        return ForkedPopen(command, env=own, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
     return start
 

@@ -6,6 +6,8 @@ What a launcher starts in this way are its own children, with real signals and e
 from __future__ import annotations
 
 import atexit
+import fcntl
+import io
 import json
 import os
 import runpy
@@ -14,6 +16,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import termios
 import threading
 import time
 import traceback
@@ -71,7 +74,7 @@ def run_command(command: Sequence[str], environment: Mapping[str, str], folder: 
     name = command[place]
     if "launch.worker" not in name:
         start_children_from_fork()
-    sys.stdout.reconfigure(write_through="-u" in command or "PYTHONUNBUFFERED" in environment)
+    _open_streams(unbuffered="-u" in command or "PYTHONUNBUFFERED" in environment)
     sys.argv = list(command[place:])
     sys.modules.pop(name, None)
     code = 1
@@ -93,9 +96,19 @@ def run_command(command: Sequence[str], environment: Mapping[str, str], folder: 
         os._exit(code)
 
 
+def _open_streams(*, unbuffered: bool) -> None:
+    """The standard streams as a new interpreter opens them: those of this process may remember another kind of file."""
+    sys.stdin = sys.__stdin__ = open(0, encoding="utf-8", closefd=False)  # noqa: SIM115
+    for number, name in enumerate(("stdout", "stderr"), start=1):
+        raw = io.BufferedWriter(io.FileIO(number, "w", closefd=False))
+        lines, errors = number == 2 or raw.raw.isatty(), "backslashreplace" if number == 2 else "strict"
+        stream = io.TextIOWrapper(raw, "utf-8", errors, line_buffering=lines, write_through=unbuffered)
+        setattr(sys, name, stream)
+        setattr(sys, f"__{name}__", stream)
+
+
 def start_children_from_fork() -> None:
     """From now on, `subprocess` starts such commands by a fork. To be called before there are threads."""
-    adopt_orphans()
     parent = os.getpid()
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     if os.fork() == 0:
@@ -103,10 +116,9 @@ def start_children_from_fork() -> None:
         end_with_parent()
         os.setsid()
         show_as(["fork-server"], {})
-        _serve(theirs, parent)
+        serve(theirs, parent)
     theirs.close()
-    execute = subprocess.Popen._execute_child
-    lock = threading.Lock()
+    execute, server = subprocess.Popen._execute_child, ForkServer(ours)
 
     def fork_or_execute(
         self: subprocess.Popen, arguments, executable, preexec_fn, close_fds, pass_fds, cwd, env, *rest
@@ -114,7 +126,24 @@ def start_children_from_fork() -> None:
         command = [os.fsdecode(word) for word in arguments] if isinstance(arguments, list | tuple) else []
         if preexec_fn is not None or executable or module_of(command) is None:
             execute(self, arguments, executable, preexec_fn, close_fds, pass_fds, cwd, env, *rest)
-            return
+        else:
+            server.fork(self, command, pass_fds, cwd, env, rest)
+
+    subprocess.Popen._execute_child = fork_or_execute
+
+
+class ForkServer:
+    """The other end of `serve`."""
+
+    def __init__(self, line: socket.socket, process: subprocess.Popen | None = None) -> None:
+        self._line = line
+        self._process = process
+        self._lock = threading.Lock()
+
+    def fork(
+        self, process: subprocess.Popen, command: Sequence[str], pass_fds, cwd, env, rest, *, terminal: bool = False
+    ) -> None:
+        """Do what `subprocess.Popen._execute_child` does. With `terminal`, the standard input controls the new session."""
         _, _, _, read_in, write_in, read_out, write_out, read_err, write_err, _, _, _, _, _, session, *_ = rest
         streams = [read_in if read_in >= 0 else 0, write_out if write_out >= 0 else 1, write_err if write_err >= 0 else 2]
         order = {
@@ -122,18 +151,22 @@ def start_children_from_fork() -> None:
             "environment": {os.fsdecode(name): os.fsdecode(value) for name, value in (env or os.environ).items()},
             "folder": os.fsdecode(cwd or Path.cwd()),
             "session": bool(session),
+            "terminal": terminal,
             "passed": list(pass_fds),
         }
-        with lock:
-            socket.send_fds(ours, [json.dumps(order).encode()], [*streams, *pass_fds])
-            self.pid = int(ours.recv(100))
-        self._child_created = True
-        self._close_pipe_fds(read_in, write_in, read_out, write_out, read_err, write_err)
+        with self._lock:
+            adopt_orphans(True)
+            try:
+                socket.send_fds(self._line, [json.dumps(order).encode()], [*streams, *pass_fds])
+                process.pid = int(self._line.recv(100))
+            finally:
+                adopt_orphans(False)
+        process._child_created = True
+        process._close_pipe_fds(read_in, write_in, read_out, write_out, read_err, write_err)
 
-    subprocess.Popen._execute_child = fork_or_execute
 
-
-def _serve(line: socket.socket, parent: int) -> None:
+def serve(line: socket.socket, parent: int) -> None:
+    """Fork the commands that `ForkServer` asks for, as children of `parent`, until nobody is there to ask."""
     while True:
         text, descriptors, *_ = socket.recv_fds(line, _LONGEST, 16)
         if not text:
@@ -153,6 +186,8 @@ def _serve(line: socket.socket, parent: int) -> None:
                     _take(descriptors, order["passed"])
                     if order["session"]:
                         os.setsid()
+                    if order["terminal"]:
+                        take_terminal()
                     run_command(order["command"], order["environment"], order["folder"])
                 except BaseException:  # noqa: BLE001 - must not return into this loop
                     traceback.print_exc()
@@ -166,6 +201,11 @@ def _serve(line: socket.socket, parent: int) -> None:
         os.close(reading)
         for each in descriptors:
             os.close(each)
+
+
+def take_terminal() -> None:
+    """Let the standard input be the terminal that controls this session."""
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 
 
 def _take(descriptors: Sequence[int], passed: Sequence[int]) -> None:

@@ -41,9 +41,9 @@ def end_with_parent() -> None:
     _libc.prctl(_SET_DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0)
 
 
-def adopt_orphans() -> None:
-    """Descendants whose parents end become children of this process."""
-    _libc.prctl(_SET_SUBREAPER, 1, 0, 0, 0)
+def adopt_orphans(adopt: bool) -> None:
+    """Whether descendants whose parents end from now on become children of this process."""
+    _libc.prctl(_SET_SUBREAPER, int(adopt), 0, 0, 0)
 
 
 def become_root() -> None:

@@ -18,6 +18,7 @@ from smalti_health.webhooks.delivery.outbox import Outbox
 from smalti_health.webhooks.delivery.request import post
 from smalti_health.webhooks.endpoints import Endpoint
 from smalti_testing.http_receiver import Receiver, status
+from support.forked_popen import run_forked
 
 MARKER = "MARKER-5ECRET-0123456789"
 KEY = "whsec_MfKQ9r8GKYqrTwjUPD8ILPZIo2LaLaSw"
@@ -30,7 +31,7 @@ TOY = (
 def smalti(*words: object, **variables: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "smalti", *map(str, words)]
     environment = {**os.environ, "SMALTI_PLUGINS": "toy,webhooks", **variables}
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    return run_forked(command, env=environment, timeout=300)
 
 
 def entry(receiver: Receiver, **values: object) -> dict[str, object]:
