@@ -36,8 +36,8 @@ def test_a_rank_that_hangs_is_named_and_ended_after_the_state_was_saved(tmp_path
 
 
 def test_a_hang_is_reported_with_stacks_and_the_rank_that_is_awaited_long_before_the_run_ends(tmp_path, start):
-    options = {**ENDLESS, "num_processes": 2, "checkpoint_step_interval": 0, "process_group_timeout": 30}
-    run = start(tmp_path / "run", **options, phase_deadlines=["training=6", "first_step=60"], on_hang="stop")
+    options = {**ENDLESS, "num_processes": 2, "checkpoint_step_interval": 0}
+    run = start(tmp_path / "run", **options, phase_deadlines=["training=6", "first_step=20"], on_hang="stop")
     run.wait_for_step(8)
     stopped = run.workers()[1]
     stopped.send_signal(signal.SIGSTOP)

@@ -19,7 +19,7 @@ def remove(directory: Path) -> None:
     """All of it, whatever is written there meanwhile."""
     gone = directory.with_name("gone")
     directory.rename(gone)
-    shutil.rmtree(gone)
+    shutil.rmtree(gone, ignore_errors=True)  # the run may remove a file of it first
 
 
 def wait_for_checkpoint(run) -> None:
