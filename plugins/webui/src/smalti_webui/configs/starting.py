@@ -7,11 +7,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from starlette.exceptions import HTTPException
+
 from smalti import ConfigError, UserError
 from smalti.config import as_toml, draft as draft_of, read_mapping, read_text
 from smalti.migration import as_toml as imported_toml, import_files, refuse_other_trainers
 from smalti.plugins import Selection
-from smalti.rundir import RunDirectory
+from smalti.rundir import RunDirectory, find_runs
 from smalti_webui.configs.drafts import Draft, DraftStore, digest
 from smalti_webui.configs.schemas import own_environment, schema_for, schema_with
 from smalti_webui.configs.toml_text import given, with_values
@@ -117,6 +119,15 @@ def from_run(store: DraftStore, directory: RunDirectory) -> Draft:
     folder = directory.path
     used = next(path for number in range(2, 10_000) if not (path := folder.with_name(f"{folder.name}-{number}")).exists())
     return store.new(with_values(text, schema, {"output_dir": str(used)}), name=used.name, origin=f"run {folder.name}")
+
+
+def find_run(roots: Sequence[Path], id: str) -> RunDirectory:
+    """The run with this id below the roots. HTTPException 404 if there is none."""
+    for root in roots:
+        for run in find_runs(root):
+            if (record := run.record()) is not None and record.id == id:
+                return run
+    raise HTTPException(404, "there is no such run below the folders of this page")
 
 
 def from_draft(store: DraftStore, draft: Draft) -> Draft:
