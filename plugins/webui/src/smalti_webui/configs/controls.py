@@ -55,7 +55,9 @@ def choices_of(option: Option) -> tuple[str, ...]:
 
 def is_hidden(option: Option, value: object) -> bool:
     """Whether a value, as it stands in a file, is a secret, which no page shows."""
-    return option.is_secret(value) and not (isinstance(value, str) and _REFERENCE.search(value))
+    if option.secret is True:
+        return not (isinstance(value, str) and _REFERENCE.fullmatch(value.strip()))
+    return option.is_secret(value)
 
 
 def as_text(option: Option, value: object) -> str:

@@ -28,10 +28,16 @@ def flags_of(found: Checked, config: Config) -> list[str]:
         mine = [
             name for name, source in config.sources.items() if not source.startswith(("environment", "Accelerate", "scheduler"))
         ]
-        return [f"--{name}={_text(values[name])}" for name in mine if name in values and values[name] is not None]
+        return [f"--{name}={_text(_written(found, name, values[name]))}" for name in mine if values.get(name) is not None]
     return [
         f"--{name}={_text(value)}" for name, value in found.given.items() if not is_hidden(found.schema.options[name], value)
     ]
+
+
+def _written(found: Checked, name: str, value: object) -> object:
+    """The value as the draft writes it, such as 32 for 32.0, if it is a number."""
+    written = found.given.get(name)
+    return written if isinstance(written, int | float) and written == value else value
 
 
 def _text(value: object) -> str:

@@ -9,9 +9,6 @@ from smalti.config import PREFIX, Level, Option, package_of_option
 from smalti_webui.configs.checking import Checked, default_text
 from smalti_webui.configs.controls import Kind, as_text, choices_of, is_hidden, kind_of
 
-_LONG = 44
-"""Characters of a text that is edited in several lines."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class Field:
@@ -38,11 +35,10 @@ class Field:
 
 @dataclass(frozen=True, kw_only=True)
 class Section:
-    """A group of options. `level` is the lowest level of its fields. `package` is what its options come with."""
+    """A group of options. `package` is what its options come with."""
 
     name: str
     title: str
-    level: Level
     package: str
     fields: tuple[Field, ...]
 
@@ -58,12 +54,10 @@ def sections(found: Checked, pending: Mapping[str, str]) -> list[Section]:
         fields = tuple(_field(option, found, pending.get(option.name)) for option in options)
         if fields:
             package = package_of_option(fields[0].name)
-            level = min((field.level for field in fields), key=LEVELS.index)
             made.append(
                 Section(
                     name=group.name,
                     title=group.title,
-                    level=level,
                     package=package.distribution if package else "",
                     fields=fields,
                 )

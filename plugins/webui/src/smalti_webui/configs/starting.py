@@ -61,7 +61,7 @@ def from_recipe(store: DraftStore, id: str) -> Draft:
     recipe = next((each for each in recipes() if each.id == id), None)
     if recipe is None:
         raise UserError(f"there is no recipe {id!r}", fix=f"one of {', '.join(each.id for each in recipes())}")
-    return store.new(recipe.text, name=recipe.id, origin=f"recipe {recipe.title}")
+    return store.new(recipe.text, name=recipe.id, origin=f"recipe {recipe.id}")
 
 
 def from_file(store: DraftStore, path: Path) -> Draft:
@@ -71,7 +71,7 @@ def from_file(store: DraftStore, path: Path) -> Draft:
             return known
         text = read_text(path)
         read_mapping(path)  # raises if it is not TOML
-        return store.new(text, name=path.stem, target=str(path), base=digest(path.read_bytes()), origin=str(path))
+        return store.new(text, name=path.stem, target=str(path), base=digest(path.read_bytes()), origin="a file")
     return from_import(store, [path])
 
 

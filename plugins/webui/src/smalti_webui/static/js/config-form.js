@@ -105,7 +105,6 @@ function arrange() {
   for (const each of links) {
     if (each.dataset.section === chosen && !words.length) each.ariaCurrent = "true";
     else each.removeAttribute("aria-current");
-    each.classList.toggle("faint", LEVELS.indexOf(each.dataset.lowest) > LEVELS.indexOf(form.dataset.level));
   }
   document.getElementById("found").textContent = words.length ? `${found} ${found === 1 ? "option" : "options"} found` : "";
 }
