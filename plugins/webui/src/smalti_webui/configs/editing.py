@@ -115,7 +115,7 @@ def flags(request: Request, id: str, version: Version, text: Annotated[str, Form
 async def check(request: Request, id: str) -> Response:
     """All checks that need no data: of plugins, datasets, the model family and devices, by a command."""
     store, draft = drafts_of(request.app.state.settings), Draft.load(request.app.state.settings, id)
-    result = await run_cli(["config", "check", str(draft.file), "--json"], timeout=_CHECK_SECONDS)
+    result = await run_cli(["config", "check", str(draft.file), "--json"], timeout=_CHECK_SECONDS, cwd=draft.folder)
     kept: dict[str, object] = {"version": draft.version, "t": time.time(), "problems": []}
     if isinstance(result.json, dict):
         found = checked(draft, draft.file)

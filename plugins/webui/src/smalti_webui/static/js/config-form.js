@@ -148,6 +148,7 @@ follow(shown, (option) => {
   field.classList.add("shown");
   field.scrollIntoView({ block: "center" });
   control(field).focus();
+  control(field).select?.();
 });
 if (location.hash.startsWith("#section-")) choose(location.hash.slice(9));
 if (state.broken) for (const field of fields.values()) control(field).disabled = true;

@@ -27,7 +27,9 @@ function link(option) {
 }
 
 function list(id, items, count) {
+  const held = byId(id).contains(document.activeElement) && document.activeElement.textContent;
   byId(id).replaceChildren(...items);
+  if (held) [...byId(id).querySelectorAll("button")].find((each) => each.textContent === held)?.focus();
   byId(`${count}-count`).textContent = items.length;
 }
 
