@@ -60,7 +60,7 @@ def test_zero_with_its_optimizer_offloaded_is_rehearsed_without_what_it_compiles
     assert told.error is None
     assert told.resident.optimizer == 0
     assert told.resident_host >= (4 + 8) * told.trainable / 8, "fp32 weights and the state of AdamW"
-    assert told.resident.parameters < told.parameters, "in bf16 a whole copy would take twice as much"
+    assert told.resident.parameters < 2 * told.parameters, "less than a whole copy in bf16"
 
 
 def test_a_pipeline_without_weights_is_enough(tmp_path):
