@@ -1,17 +1,24 @@
 """A run in this process, rehearsed or real: functions for forked ranks."""
 
+import gc
 import os
 from collections.abc import Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass
+
+STEP = ("forward", "backward", "clip", "step", "between")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """Bytes as torch's allocator has reported them: what stays after a step, and the most during one."""
+    """Bytes on one rank: what stays after a step, and the most during each phase. "step" is the third one as a whole."""
 
     resident: int
-    peak: int
+    peaks: dict[str, int]
+
+    @property
+    def peak(self) -> int:
+        return self.peaks["step"]
 
 
 def rehearsed(words: Sequence[str], *, ranks: int = 1, kind: str = "cpu", micro_batch: int = 1, accumulation: int = 1, **more):
@@ -29,47 +36,45 @@ def rehearsed(words: Sequence[str], *, ranks: int = 1, kind: str = "cpu", micro_
 
 
 def measured(words: Sequence[str]) -> Measured:
-    """What a rank of `smalti train WORDS` holds after and during its third step: the same phases with values.
+    """What a rank of `smalti train WORDS` holds: the same phases with values, by an allocator that counts."""
+    from support.allocations import counting
 
-    By torch's profiler, unless weights are sharded: it does not see what gloo's threads free. Then by the ledger of
-    rehearsals, on real tensors.
-    """
     if os.environ.get("WORLD_SIZE") == "1":  # a single rank has no launcher
         for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
             os.environ.pop(name, None)
     with ExitStack() as closing:
         stage = opened(words, closing)
-        if stage.plan.shards:
-            return by_ledger(stage)
+        gc.collect()
+        allocations = counting()
+        before = allocations.held
         stage.encode()
-        with allocations() as building:
-            stage.build()
-            stage.weights = None
-            for _ in range(2):  # DDP makes its buckets anew after the first
-                stage.step()
-        with allocations() as stepping:
-            stage.step()
-        return Measured(resident=building[0] + stepping[0], peak=building[0] + stepping[1])
-
-
-def by_ledger(stage) -> Measured:
-    with stage.ledger:
-        stage.encode()
+        before -= mapped(stage.family)
         stage.build()
         stage.weights = None
-        for _ in range(2):
+        for _ in range(2):  # DDP makes its buckets anew after the first
             stage.step()
-        stage.ledger.moments.clear()
+        gc.collect()
+        peaks = {"load": allocations.most() - before}
         stage.step()
-    peak = max(moment.total for moment in stage.ledger.moments.values())
-    return Measured(resident=sum(stage.resident[0].values()), peak=peak)
+        peaks["step"] = allocations.most() - before
+        gc.collect()
+        resident = allocations.held - before
+        allocations.most()
+        stage.validate()
+        return Measured(resident=resident, peaks=peaks | {"validation": allocations.most() - before})
+
+
+def mapped(family) -> int:
+    """Bytes of the autoencoder that a pipeline keeps. It is mapped from a file, and so nobody allocates it."""
+    kept = getattr(vars(family).get("frozen"), "vae", None)
+    return 0 if kept is None else sum(each.nbytes for each in (*kept.parameters(), *kept.buffers()))
 
 
 def opened(words: Sequence[str], closing: ExitStack):
     """The stage of a run on this rank, with weights."""
     from smalti.cli.arguments import CommandLine
+    from smalti.data import largest_bucket
     from smalti.planning.rehearsal.ledger import Ledger
-    from smalti.planning.rehearsal.samples import largest_square
     from smalti.planning.rehearsal.stage import Stage
     from smalti.plugins import choose_distributed, find_family
     from smalti.training import open_parallel
@@ -87,22 +92,51 @@ def opened(words: Sequence[str], closing: ExitStack):
         parallel=parallel,
         ledger=Ledger("cpu", 1),
         family=family,
-        bucket=largest_square(config, family.alignment),
+        bucket=largest_bucket(config, plugins, family.alignment).bucket,
         weights=family.weights(0),
     )
 
 
-@contextmanager
-def allocations():
-    """A list that afterwards has the change in allocated bytes, and the most above the beginning."""
-    import torch
+@dataclass(frozen=True, kw_only=True)
+class Estimate:
+    """Bytes of one rank: between steps, and at the peak of a step, which is in `phase`.
 
-    found: list[int] = []
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
-        yield found
-    events = profiler.profiler.kineto_results.events()
-    held = most = 0
-    for _, size in sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]"):
-        held += size
-        most = max(most, held)
-    found += [held, most]
+    `beside` are those of parts of the pipeline that are kept beside the model, which formulas leave to host memory.
+    """
+
+    resident: int
+    peak: int
+    phase: str
+    beside: int = 0
+
+
+def by_rehearsal(words: Sequence[str], *, ranks: int, micro: int, accumulation: int) -> Estimate:
+    told = rehearsed(words, ranks=ranks, micro_batch=micro, accumulation=accumulation)
+    if told.error is not None:
+        raise RuntimeError(f"{told.error.message}\n{told.error.where}\n{told.error.traceback}")
+    peaks = {phase: told.phases[phase].device.total for phase in STEP}
+    phase = max(peaks, key=lambda name: peaks[name])
+    return Estimate(resident=told.resident.total, peak=peaks[phase], phase=phase, beside=told.resident.frozen)
+
+
+def by_formula(words: Sequence[str], *, strategy: str, recompute: str, micro: int, ranks: int, local: int) -> Estimate | None:
+    """None if the planner does not propose this strategy on CPUs."""
+    from smalti import HookSpecs, World
+    from smalti.cli.arguments import CommandLine
+    from smalti.parallel import device_models
+    from smalti.planning import RunFacts
+    from smalti.planning.choices import estimate
+    from smalti.planning.counted import count, request_of
+
+    command_line = CommandLine.parse(list(words))
+    config, plugins = command_line.config(), command_line.plugins
+    world = World(size=ranks, local_size=local, device="cpu")
+    found = plugins.gather(HookSpecs.propose_strategies, config=config, world=world)
+    chosen = next((each for each in found if each.name == strategy), None)
+    if chosen is None:
+        return None
+    model, run = count(request_of(config, "cpu")), RunFacts.of(config, plugins, "cpu")
+    counted = estimate(model, run, chosen, recompute, micro, device_models()["h100-80g"], world).counted  # type: ignore[arg-type]
+    peaks = {phase: peak.device.total for phase, peak in counted.phases.items() if phase in STEP}
+    phase = max(peaks, key=lambda name: peaks[name])
+    return Estimate(resident=counted.resident.total, peak=peaks[phase], phase=phase)

@@ -3,10 +3,9 @@
 import pytest
 
 from planning.conftest import COMMON, as_words
-from planning.measured import measured, rehearsed
+from planning.measured import STEP, measured, rehearsed
 from support.forked_ranks import forked_processes
 
-STEP = ("forward", "backward", "clip", "step", "between")
 DDP_OWN = 1024
 """Bytes that DDP keeps for itself, such as which parameters were used."""
 RUNS = {

@@ -22,6 +22,13 @@ def test_what_stays_between_steps_is_exact():
     assert counted(sharded(8)).counted.resident.total == kept.total // 8
 
 
+def test_gradients_count_between_steps_where_their_memory_is_kept():
+    once = replace(RUN, effective_batch=8)
+    kept, freed = (counted(replace(WHOLE, keeps_gradients=kept), run=once).counted for kept in (True, False))
+    assert kept.resident.total - freed.resident.total == 4 * MODEL.trained
+    assert kept.phases["forward"].device.total - freed.phases["forward"].device.total == 4 * MODEL.trained
+
+
 def test_ema_counts_where_it_is_kept():
     on_device, on_host = (counted(WHOLE, run=replace(RUN, ema=True, ema_on_device=device)).counted for device in (True, False))
     assert on_device.resident.total - on_host.resident.total == 4 * MODEL.trained

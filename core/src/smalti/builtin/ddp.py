@@ -44,7 +44,16 @@ class Ddp:
             times="step",
             between_nodes=several,
         )
-        return [Strategy(name="ddp", title="DDP", options={}, recompute=recompute, communication=(reduction,))]
+        return [
+            Strategy(
+                name="ddp",
+                title="DDP",
+                options={},
+                recompute=recompute,
+                keeps_gradients=True,  # as views of its buckets
+                communication=(reduction,),
+            )
+        ]
 
     @hookimpl
     def wrap_model(self, model: nn.Module, blocks: list[Block], parallel: Parallel, weights: Weights) -> nn.Module | None:

@@ -55,6 +55,11 @@ from .order import (
     Version as Version,
 )
 from .parquet_images import choose_columns as choose_columns, parquet_files as parquet_files, unpack as unpack
+from .plan.largest_bucket import (
+    LargestBucket as LargestBucket,
+    buckets_key as buckets_key,
+    largest_bucket as largest_bucket,
+)
 from .prepared import Dataset as Dataset, PreparedData as PreparedData, build_datasets as build_datasets
 from .scan.build import Progress as Progress
 from .scan.changes import changes as changes, keep as keep

@@ -99,6 +99,18 @@ class CropSettings:
         return self._of_aspect(aspect, wide=width >= height)
 
     @property
+    def square(self) -> Bucket:
+        """The bucket of a square image."""
+        return self._of_aspect(1.0, wide=True)
+
+    @property
+    def listed_buckets(self) -> tuple[Bucket, ...]:
+        """All buckets that images may have, where the settings list them; empty where they depend on the images."""
+        if self._from_list:
+            return tuple(self._of_aspect(max(each, 1 / each), wide=each >= 1) for each, weight in self.aspects if weight)
+        return (self.square,) if self.crop and self.crop_aspect == "square" else ()
+
+    @property
     def _from_list(self) -> bool:
         return self.crop and self.crop_aspect in ("closest", "random")
 

@@ -142,6 +142,7 @@ def estimate(
         trainable=model.trained,
         width=model.sample.width,
         height=model.sample.height,
+        text_tokens=model.sample.text_tokens,
         resident=memory.resident,
         resident_host=memory.resident_host,
         phases=memory.phases,

@@ -36,19 +36,12 @@ def facts_cache() -> CacheFile:
 
 
 def facts_of(config: Config, plugins: Plugins, kind: str) -> ModelFacts:
-    """Facts for squares at the run's resolution, on devices of this kind.
+    """Facts for the largest bucket that is known, on devices of this kind.
 
     Raises UserError as a run would if the model cannot be built.
     """
     family_entry(config, plugins)  # raises for one that is unknown, before a process is started
-    values = {**config.values(), "plugins": config.value("plugins"), "without": config.value("without")}
-    values["gradient_checkpointing"] = False
-    request = {
-        "values": json.loads(json.dumps(values, default=str)),
-        "accelerate": dict(config.accelerate),
-        "kind": kind,
-        "bf16": in_bf16(config, kind),
-    }
+    request = request_of(config, kind)
     store, key = facts_cache(), _key(request, config, plugins)
     if isinstance(known := store.get(key), dict):
         try:
@@ -60,14 +53,30 @@ def facts_of(config: Config, plugins: Plugins, kind: str) -> ModelFacts:
     return found
 
 
+def request_of(config: Config, kind: str) -> dict[str, object]:
+    """What `count` is asked for."""
+    values = {**config.values(), "plugins": config.value("plugins"), "without": config.value("without")}
+    values["gradient_checkpointing"] = False
+    return {
+        "values": json.loads(json.dumps(values, default=str)),
+        "accelerate": dict(config.accelerate),
+        "kind": kind,
+        "bf16": in_bf16(config, kind),
+    }
+
+
 def _key(request: Mapping[str, object], config: Config, plugins: Plugins) -> str:
     """Changes with the options of model and data, the files that describe the model, and the versions that count."""
+    from smalti.data import buckets_key  # needs numpy, which a launch without a forecast does not import
+
     names = {name for group in config.schema.groups if group.name not in _UNRELATED for name in group.options.model_fields}
     values = cast(dict[str, object], request["values"])
     related = {name: value for name, value in sorted(values.items()) if name in names}
     versions = (*plugins.versions, f"torch {version('torch')}")
     own = [hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(Path(__file__).parent.glob("*.py"))]
-    text = json.dumps([related, request["kind"], request["bf16"], versions, own, model_files(config.values())], sort_keys=True)
+    data = buckets_key(config, plugins)
+    parts = [related, request["kind"], request["bf16"], versions, own, model_files(config.values()), data]
+    text = json.dumps(parts, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
@@ -90,10 +99,11 @@ def _in_process(request: Mapping[str, object], config: Config) -> ModelFacts:
     return ModelFacts.from_json(answer)
 
 
-def _count(request: Mapping[str, object]) -> ModelFacts:
+def count(request: Mapping[str, object]) -> ModelFacts:
+    """The facts, counted in this process. Imports torch."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    from smalti.config import DataOptions
+    from smalti.data import largest_bucket
     from smalti.models import dry_run
     from smalti.planning.counting import count_facts
     from smalti.training import build_model
@@ -107,17 +117,16 @@ def _count(request: Mapping[str, object]) -> ModelFacts:
     with dry_run(), FakeTensorMode(allow_non_fake_inputs=True):
         family = find_family(config, plugins)
     model, blocks = build_model(config, plugins, family)
-    options = config[DataOptions]
-    edge = (options.resolution * 1e6) ** 0.5 if options.resolution_type == "area" else options.resolution
-    side = max(1, round(edge / family.alignment)) * family.alignment
+    largest = largest_bucket(config, plugins, family.alignment)
     return count_facts(
         family,
         model,
         blocks,
-        width=side,
-        height=side,
+        width=largest.bucket.width,
+        height=largest.bucket.height,
         bf16=bool(request["bf16"]),
         kind=str(request["kind"]),
+        source=largest.source,
     )
 
 
@@ -128,7 +137,7 @@ def _main() -> None:
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
     try:
-        answer = _count(json.loads(sys.stdin.read())).as_json()
+        answer = count(json.loads(sys.stdin.read())).as_json()
     except UserError as error:
         answer = {"error": error.message, "fix": error.fix}
     print(_MARK + json.dumps(answer), flush=True)

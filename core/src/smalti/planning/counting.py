@@ -6,6 +6,7 @@ import weakref
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -24,10 +25,19 @@ from smalti.types import Block
 
 
 def count_facts(
-    family: ModelFamily, model: nn.Module, blocks: Sequence[Block], *, width: int, height: int, bf16: bool, kind: str
+    family: ModelFamily,
+    model: nn.Module,
+    blocks: Sequence[Block],
+    *,
+    width: int,
+    height: int,
+    bf16: bool,
+    kind: str,
+    source: str = "",
 ) -> ModelFacts:
     """Facts of a model with parameters on the meta device, as `build_model` returns it, for images of one size.
 
+    `source` says where the size is from, and conditioning is of the full length that the family's encoders give.
     `kind` is that of the devices that it will train on: autocast computes other operations in fp32 there than on a CPU.
     """
     own = {block.path: model.get_submodule(block.path) for block in blocks}
@@ -43,7 +53,7 @@ def count_facts(
         largest=max(each.numel() for each in parameters),
         outside=_count(outside),
         outside_trained=_count(each for each in outside if each.requires_grad),
-        sample=_sample(family, model, own, width, height, bf16=bf16, kind=kind),
+        sample=replace(_sample(family, model, own, width, height, bf16=bf16, kind=kind), source=source),
     )
 
 
@@ -71,6 +81,7 @@ def _sample(
         saved=saved.bytes[""],
         copied=saved.copied[""],
         operations=saved.operations,
+        text_tokens=max((rows.shape[1] for rows in conditioning.values() if rows.ndim > 2), default=0),
         blocks=tuple(
             BlockFacts(
                 path=path,

@@ -36,7 +36,8 @@ class SampleFacts:
     """One training sample of one image size: bytes, and floating-point operations of the forward pass.
 
     Outside of the blocks the backward pass needs `saved` bytes, and autocast copies `copied` bytes of weights. `operations`
-    counts the operations that torch dispatches in a forward pass.
+    counts the operations that torch dispatches in a forward pass. `text_tokens` is the longest row that conditions it (0: there
+    is none), `source` in words where the size of the image is from.
     """
 
     width: int
@@ -46,6 +47,8 @@ class SampleFacts:
     copied: int
     operations: int
     blocks: tuple[BlockFacts, ...]
+    text_tokens: int = 0
+    source: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)

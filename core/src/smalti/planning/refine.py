@@ -53,7 +53,8 @@ def replaced(found: Sequence[Choice], done: dict[int, Choice]) -> list[Choice]:
 def rehearsed(choice: Choice, config: Config, plugins: Plugins, device: DeviceModel) -> Choice:
     """The same way, counted by a rehearsal; with the error of the run in place of that if it has one."""
     world = choice.world
-    counted = rehearse(config, plugins, device, choice.candidate, ranks=world.size, local=world.local_size)
+    size = choice.counted.width, choice.counted.height
+    counted = rehearse(config, plugins, device, choice.candidate, ranks=world.size, local=world.local_size, size=size)
     if counted.error is not None:
         return replace(choice, error=counted.error)
     fit = fit_of(counted, device, local_ranks=world.local_size)

@@ -40,7 +40,7 @@ class Strategy(Registered):
 
     `divided` says over how many ranks each part is divided; 1, or a part that is not named, is a whole copy on each rank.
     `frozen` is the same for parameters that do not train. `bytes` are per parameter that trains, before it is divided.
-    `offloaded` parts are in host memory.
+    `offloaded` parts are in host memory. With `keeps_gradients` their memory stays allocated between steps.
 
     A strategy that gathers holds `gathered` copies of its largest block in the forward pass, each of `gathered_bytes` per
     parameter, one in the backward pass, and `reduced_bytes` per parameter of a block whose gradients are being reduced. One
@@ -58,6 +58,7 @@ class Strategy(Registered):
     frozen: int = 1
     bytes: Mapping[Part, float] = field(default_factory=lambda: {"weights": 4, "gradients": 4, "state": 0})
     offloaded: frozenset[Part] = frozenset()
+    keeps_gradients: bool = False
     gathered: int = 0
     gathered_bytes: float = 0
     reduced_bytes: float = 0

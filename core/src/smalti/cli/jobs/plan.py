@@ -142,7 +142,9 @@ def _compared(
     if not found:
         raise refused[0]
     notices = [*run.notices, *(each.message for each in refused)]
-    notices.append(f"counted for {model.sample.width}x{model.sample.height} pixels; times are ranges, to compare")
+    sample = model.sample
+    texts = f" and texts of {sample.text_tokens} tokens" if sample.text_tokens else ""
+    notices.append(f"counted for {sample.width}x{sample.height} pixels{texts} ({sample.source}); times are ranges, to compare")
     return found, notices
 
 

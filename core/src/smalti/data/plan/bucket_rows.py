@@ -88,6 +88,12 @@ def rows_by_bucket(index: DatasetIndex, settings: CropSettings, path: Path | Non
     return _in_memory(index, settings)
 
 
+def known_buckets(index: DatasetIndex, settings: CropSettings, path: Path) -> tuple[Bucket, ...]:
+    """The buckets that have images, from the file at `path` if it is of this index and these settings. Writes nothing."""
+    found = _open(path, _key(index, settings))
+    return tuple(each.bucket for each in (found or _in_memory(index, settings)).buckets)
+
+
 def _key(index: DatasetIndex, settings: CropSettings) -> str:
     fields = {name: value for name, value in asdict(settings).items() if name not in _WITHOUT_EFFECT}
     values = {"format": _FORMAT, "rows": len(index), "content": index.digests.content, "settings": fields}

@@ -58,10 +58,11 @@ class _Formula:
         return Memory(resident=resident, resident_host=host, phases=phases)
 
     def between(self) -> MemoryParts:
-        """What stays between two steps. Gradients do only where the strategy divides none of them: in DDP's buckets."""
+        """What stays between two steps."""
         on_device = {part: 0 if part in self.strategy.offloaded else size for part, size in self.held.items()}
         return MemoryParts(
             parameters=on_device["weights"] + self.model.frozen_bytes // self.strategy.frozen + self.model.buffers,
+            gradients=on_device["gradients"] if self.strategy.keeps_gradients else 0,
             optimizer=on_device["state"],
             ema=self.ema if self.run.ema_on_device else 0,
             temporaries=int(min(self.strategy.buffers, self.strategy.buffers_per_parameter * self.model.trained)),
@@ -75,7 +76,7 @@ class _Formula:
             activations=kept,
             gathered=self.gathered(),
             temporaries=resident.temporaries + self.copies(whole=True),
-            gradients=gradients if self.candidate.accumulation > 1 else 0,
+            gradients=gradients if self.candidate.accumulation > 1 else resident.gradients,
         )
         recomputed = 0 if self.candidate.recompute == "none" else block
         transient = int(recomputed + _OF_GRADIENTS * block + self.strategy.reduced_bytes * self.largest_trained)

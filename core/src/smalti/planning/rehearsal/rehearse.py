@@ -43,7 +43,7 @@ def rehearse(
 ) -> Rehearsal:
     """What one of `ranks` ranks needs to train this configuration in this way. Takes seconds to minutes, and no device.
 
-    `local` ranks are on each node. `size` is that of the largest images in pixels; None takes squares at the run's resolution.
+    `local` ranks are on each node. `size` is that of the largest images in pixels; None takes what the datasets say.
     An error of the run is a part of the answer, and such an answer is not kept. Raises UserError if the process is killed.
     """
     values = {**config.values(), "plugins": config.value("plugins"), "without": config.value("without")}

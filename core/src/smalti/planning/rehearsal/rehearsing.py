@@ -9,7 +9,7 @@ from typing import Literal, cast
 import torch
 
 from smalti.config import Config
-from smalti.data import Bucket
+from smalti.data import Bucket, largest_bucket
 from smalti.errors import UserError
 from smalti.models import dry_run
 from smalti.parallel import Parallel, in_bf16, pins_memory
@@ -18,7 +18,6 @@ from smalti.planning.rehearsal import attention, cluster, fake_tensors, replicas
 from smalti.planning.rehearsal.devices import python_backend
 from smalti.planning.rehearsal.ledger import Counted, Ledger
 from smalti.planning.rehearsal.request import Request
-from smalti.planning.rehearsal.samples import largest_square
 from smalti.planning.rehearsal.stage import Stage
 from smalti.plugins import Plugins, choose_distributed, find_family
 from smalti.training import open_parallel
@@ -67,7 +66,9 @@ class Rehearsing:
         ledger = Ledger(kind, _ALLOCATION_UNIT if kind != "cpu" else 1)
         replicas.install(lambda: ledger.counting(ledger.phase, "gradients"))
         family = find_family(config, self._plugins)
-        bucket = Bucket(request.width, request.height) if request.width else largest_square(config, family.alignment)
+        bucket = largest_bucket(config, self._plugins, family.alignment).bucket
+        if request.width:
+            bucket = Bucket(request.width, request.height)
         return Stage(
             config=config,
             plugins=self._plugins,

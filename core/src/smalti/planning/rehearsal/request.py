@@ -17,7 +17,7 @@ class Request:
     """One way to train a configuration, on one rank of a cluster.
 
     `values` are all options. `device` is the name that torch has for the devices, `kind` their kind, `memory` their bytes.
-    `width` and `height` are pixels; 0 takes a square at the run's resolution. `local` is the number of ranks on a node.
+    `width` and `height` are pixels; 0 takes the largest bucket of the datasets. `local` is the number of ranks on a node.
     `extension`: CUDA devices may come from the compiled extension.
     """
 

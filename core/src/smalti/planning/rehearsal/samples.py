@@ -36,14 +36,6 @@ def one_bucket(bucket: Bucket, batch: int) -> PreparedData:
     )
 
 
-def largest_square(config: Config, alignment: int) -> Bucket:
-    """The size of a square image at the run's resolution."""
-    data = config[DataOptions]
-    edge = (data.resolution * 1e6) ** 0.5 if data.resolution_type == "area" else data.resolution
-    edge = max(alignment, round(edge / alignment) * alignment)
-    return Bucket(edge, edge)
-
-
 class ExampleTexts:
     """Stands in for `CachedTexts`: every text has the conditioning of the family's example, which is of full length."""
 

@@ -1,0 +1,96 @@
+"""What `smalti plan` says of memory against real ranks on gloo: a rehearsal of each run, its formula, and the run itself.
+
+The runs are small Flux, SDXL and SD3 models in every strategy (`ROWS`). Real ranks are measured by an allocator
+that counts what torch allocates, so scratch memory of torch's own kernels is in it, and that of oneDNN and MKL is not.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from run import Result
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+
+from planning.measured import by_formula, by_rehearsal, measured
+from planning.pipelines import PIPELINES, pipeline
+from planning.rows import Row
+from support.forked_ranks import forked_processes
+
+_MIB = 2**20
+ROWS = (
+    Row(model="flux"),
+    Row(model="flux", recompute="full", micro=2, accumulation=2, ema=True),
+    Row(model="flux", bf16=True),
+    Row(model="flux", lora=True, micro=2),
+    Row(model="flux", lora=True, bf16=True, recompute="full"),
+    Row(model="flux", strategy="ddp", ranks=2, accumulation=2),
+    Row(model="flux", strategy="ddp", ranks=4, bf16=True, ema=True),
+    Row(model="flux", strategy="fsdp2", ranks=2),
+    Row(model="flux", strategy="fsdp2", ranks=4, bf16=True, recompute="full", ema=True),
+    Row(model="flux", strategy="fsdp2", ranks=2, recompute="selective", micro=2),
+    Row(model="flux", strategy="hsdp", ranks=4, accumulation=2),
+    Row(model="flux", strategy="fsdp2", ranks=2, lora=True, bf16=True),
+    Row(model="flux", strategy="fsdp2", ranks=2, offload=True),
+    Row(model="flux", strategy="zero1", ranks=2, bf16=True),
+    Row(model="flux", strategy="zero2", ranks=2, accumulation=2),
+    Row(model="flux", strategy="zero2", ranks=2, bf16=True, offload=True),
+    Row(model="flux", strategy="zero3", ranks=2, recompute="full"),
+    Row(model="sdxl"),
+    Row(model="sdxl", bf16=True, recompute="full", micro=2),
+    Row(model="sdxl", lora=True),
+    Row(model="sdxl", strategy="ddp", ranks=2, lora=True, bf16=True, accumulation=2),
+    Row(model="sdxl", strategy="fsdp2", ranks=2, ema=True),
+    Row(model="sdxl", strategy="fsdp2", ranks=4, bf16=True, recompute="selective"),
+    Row(model="sdxl", strategy="zero1", ranks=4, accumulation=2),
+    Row(model="sdxl", strategy="zero3", ranks=2, bf16=True, ema=True),
+    Row(model="sd3"),
+    Row(model="sd3", strategy="ddp", ranks=2, recompute="full", micro=2),
+    Row(model="sd3", strategy="fsdp2", ranks=2, bf16=True, recompute="selective", accumulation=2),
+    Row(model="sd3", strategy="hsdp", ranks=4, lora=True, recompute="full"),
+    Row(model="sd3", strategy="zero2", ranks=4, bf16=True),
+    Row(model="sd3", strategy="zero3", ranks=4, offload=True),
+)
+"""Every value of every factor is in several rows; not all combinations."""
+
+
+def measure() -> list[Result]:
+    with tempfile.TemporaryDirectory() as folder:
+        return [result for row in ROWS for result in compared(row, Path(folder))]
+
+
+def compared(row: Row, folder: Path) -> Iterator[Result]:
+    """One line for each of: bytes between steps, the peak by rehearsal, the peak by formula."""
+    model = folder / row.model
+    words = row.words(model if model.exists() else pipeline(row.model, model), folder)
+    imports = (*PIPELINES, *(["deepspeed"] if "zero" in row.strategy else []))
+    with forked_processes(ranks=1, group=False, imports=imports) as alone:
+        [told] = alone.run(by_rehearsal, words, ranks=row.ranks, micro=row.micro, accumulation=row.accumulation)
+    with forked_processes(ranks=1, group=False, imports=imports) as alone:
+        [formula] = alone.run(
+            by_formula,
+            words,
+            strategy=row.proposed,
+            recompute=row.recompute,
+            micro=row.micro,
+            ranks=row.ranks,
+            local=row.local,
+        )
+    with forked_processes(ranks=row.ranks, group=row.ranks > 1, imports=imports) as ranks:
+        found = ranks.run(measured, words)[0]
+    tolerance = 1.12 if row.bf16 else 1.02
+    yield _result(f"plan: {row}: between steps, rehearsed", told.resident, found.resident, 1.001)
+    yield _result(f"plan: {row}: peak ({told.phase}), rehearsed", told.peak, found.peak, tolerance)
+    if formula is not None:
+        resident, peak = formula.resident + told.beside, formula.peak + told.beside
+        yield _result(f"plan: {row}: between steps, formula", resident, found.resident, 1.02)
+        yield _result(f"plan: {row}: peak ({formula.phase}), formula", peak, found.peak, 1.15)
+
+
+def _result(name: str, predicted: int, real: int, goal: float) -> Result:
+    """`ratio` is predicted over found. The goal counts in both directions: its inverse is the least."""
+    values = {"ours": round(predicted / _MIB, 3), "peer": round(real / _MIB, 3)}
+    return Result(name=name, ratio=round(predicted / real, 4), unit="MiB", goal=goal, pairs=1, **values)
