@@ -62,7 +62,7 @@ def test_more_sharding_takes_less_memory_and_sends_more(plugins):
         return sum(each.bytes_per_parameter for each in found[name].communication)
 
     assert held("fsdp2") < held("zero-3") + 4 < held("zero-2") + 4 < held("zero-1") + 4 < held("ddp") + 8
-    assert sent("zero-1") == sent("zero-2") < sent("zero-3")
+    assert sent("zero-1") == sent("zero-2") > sent("ddp"), "gradients as DDP does, and weights"
 
 
 def test_gradients_travel_between_nodes_once_where_each_node_holds_a_copy(plugins):

@@ -1,14 +1,19 @@
-"""Ten real steps on the devices at hand, and what they say about the formulas. Imports no torch."""
+"""Ten real steps on the devices at hand, and what they say about the formulas. Imports no torch.
+
+Steps of one way to train do not say how fast others are: what is sent, stepped and dispatched is measured by itself, and the
+steps give what is left, the products.
+"""
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -17,7 +22,10 @@ from statistics import median
 from smalti.errors import UserError
 from smalti.parallel import DeviceModel, Products
 from smalti.planning.choices import Choice
-from smalti.planning.formulas.time import StepTime
+from smalti.planning.facts import ModelFacts
+from smalti.planning.formulas.run_facts import RunFacts
+from smalti.planning.formulas.time import FAST, SLOW, Efficiency, time_of
+from smalti.planning.rates import Rates, measure_rates
 from smalti.plugins import CacheFile
 from smalti.rundir import RunDirectory
 from smalti.system import kill_tree
@@ -28,45 +36,49 @@ _WARM_UP = 3
 """Steps that are left out: compilation, first allocations."""
 _RANGE = 1.25
 """What remains uncertain about other strategies and batches, as a factor in both directions."""
+_LEAST, _MOST = 1e-4, 100.0
+"""Shares of the peak of products that are looked at. It is more than 1 if the peak was measured while the device was busy."""
 _POLL_SECONDS = 0.2
 _SHOWN = 2000
 
 
 @dataclass(frozen=True, kw_only=True)
 class Calibration:
-    """Measured on one kind of device with one type of products. `factor` is the measured time over that of the formulas.
+    """What one kind of device reaches with one type of products: FLOP/s of them, bytes per second, seconds for an operation.
 
     `seconds` is the median of the measured steps, `peak_memory` the measured peak in bytes, 0 if unknown. `way` says in words
     what was measured.
     """
 
-    factor: float
+    products: float
+    memory: float
+    links: Mapping[str, float]
+    dispatch: float
     seconds: float
     peak_memory: int
     way: str
     time: float
 
-    def apply(self, choice: Choice) -> Choice:
-        """The same way with a narrower range of times."""
-        middle = choice.seconds * self.factor
-        fastest, slowest = (_scaled(choice.slowest, seconds) for seconds in (middle / _RANGE, middle * _RANGE))
-        return replace(choice, fastest=fastest, slowest=slowest)
+    def efficiencies(self, device: DeviceModel, products: Products) -> tuple[Efficiency, Efficiency]:
+        """The ends of the range of times on such a device."""
+        found = _efficiency(device, self.products / device.peaks[products], self.memory, self.links, self.dispatch)
+        return found.times(_RANGE), found.times(1 / _RANGE)
 
 
 def calibrations() -> CacheFile:
     return CacheFile(CACHE)
 
 
-def calibration_of(device: DeviceModel, products: Products) -> Calibration | None:
-    """What was measured on such devices; None if nothing was."""
-    known = calibrations().get(_key(device, products))
+def calibration_of(device: DeviceModel, products: Products, ranks: int) -> Calibration | None:
+    """What was measured on such devices; None if nothing was. Of processors, with so many ranks of this node."""
+    known = calibrations().get(_key(device, products, ranks))
     if isinstance(known, dict):
         with suppress(TypeError):
             return Calibration(**known)
     return None
 
 
-def calibrate(arguments: Sequence[str], choice: Choice, device: DeviceModel, products: Products) -> Calibration:
+def calibrate(arguments: Sequence[str], choice: Choice, model: ModelFacts, run: RunFacts, device: DeviceModel) -> Calibration:
     """Train as the arguments of `smalti train` say for some steps, in a temporary folder, and keep what was measured.
 
     `choice` is the same way to train, by formulas. The run is killed before it saves. Raises UserError with the end of its
@@ -74,16 +86,42 @@ def calibrate(arguments: Sequence[str], choice: Choice, device: DeviceModel, pro
     """
     with tempfile.TemporaryDirectory(prefix="smalti-plan-") as folder:
         seconds, peak = _measured(arguments, Path(folder))
+    rates = measure_rates(choice.world.local_size, device.kind)
+    found = fitted(choice, model, run, device, rates, seconds, peak)
+    calibrations().put(_key(device, run.products, choice.world.local_size), asdict(found))
+    return found
+
+
+def fitted(
+    choice: Choice, model: ModelFacts, run: RunFacts, device: DeviceModel, rates: Rates, seconds: float, peak: int = 0
+) -> Calibration:
+    """The calibration by which a step of this way takes so many seconds, with the rates that were measured by themselves."""
+    found = _efficiency(device, 1.0, rates.memory, rates.links, rates.dispatch)
+
+    def seconds_with(efficiency: Efficiency) -> float:
+        return time_of(model, run, choice.strategy, choice.candidate, device, choice.world, efficiency).seconds
+
+    if seconds_with(replace(found, products=_MOST)) < seconds:
+        least, most = _LEAST, _MOST
+        for _ in range(50):
+            middle = math.sqrt(least * most)
+            least, most = (middle, most) if seconds_with(replace(found, products=middle)) > seconds else (least, middle)
+        found = replace(found, products=least)
+    else:  # the rates were measured while the node was busier than during the steps
+        found = replace(found, products=math.sqrt(FAST.products * SLOW.products))
+        found = found.times(seconds_with(found) / seconds)
     candidate = choice.candidate
-    found = Calibration(
-        factor=seconds / choice.seconds,
+    batch = f"{candidate.micro_batch}x{candidate.accumulation}"
+    return Calibration(
+        products=found.products * device.peaks[run.products],
+        memory=found.memory * device.memory_bandwidth,
+        links={name: share * device.link_bandwidth for name, share in found.collectives.items()},
+        dispatch=found.dispatch,
         seconds=seconds,
         peak_memory=peak,
-        way=f"{choice.strategy.title}, recompute {candidate.recompute}, batch {candidate.micro_batch}x{candidate.accumulation}",
+        way=f"{choice.strategy.title}, recompute {candidate.recompute}, batch {batch}",
         time=time.time(),
     )
-    calibrations().put(_key(device, products), asdict(found))
-    return found
 
 
 def _measured(arguments: Sequence[str], folder: Path) -> tuple[float, int]:
@@ -111,9 +149,16 @@ def _measured(arguments: Sequence[str], folder: Path) -> tuple[float, int]:
     return median(times), int(max(peaks) * 2**20)
 
 
-def _scaled(time_of: StepTime, seconds: float) -> StepTime:
-    return StepTime(parts={name: part * seconds / time_of.seconds for name, part in time_of.parts.items()})
+def _efficiency(device: DeviceModel, products: float, memory: float, links: Mapping[str, float], dispatch: float) -> Efficiency:
+    return Efficiency(
+        products=products,
+        memory=memory / device.memory_bandwidth,
+        links=math.sqrt(FAST.links * SLOW.links),
+        dispatch=dispatch,
+        collectives={name: rate / device.link_bandwidth for name, rate in links.items()},
+    )
 
 
-def _key(device: DeviceModel, products: Products) -> str:
-    return json.dumps([device.title, products, os.uname().nodename if device.kind == "cpu" else ""])
+def _key(device: DeviceModel, products: Products, ranks: int) -> str:
+    shared = [os.uname().nodename, ranks] if device.kind == "cpu" else []
+    return json.dumps([device.title, products, *shared])

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from smalti.config import Config, DataOptions
 from smalti.errors import UserError
+from smalti.hookspecs import HookSpecs
 from smalti.parallel import DeviceModel
 from smalti.planning.facts import ModelFacts
 from smalti.planning.fit import Fit, fit_of
 from smalti.planning.formulas.memory import memory_of
 from smalti.planning.formulas.run_facts import RunFacts
-from smalti.planning.formulas.time import FAST, SLOW, StepTime, time_of
+from smalti.planning.formulas.time import FAST, SLOW, Efficiency, StepTime, time_of
 from smalti.planning.records import Candidate, Rehearsal, RehearsalError, Traffic
+from smalti.plugins import Plugins
 from smalti.types import Communication, Recompute, Strategy, World
 
 _COLLECTIVES = {
@@ -62,12 +64,32 @@ class Choice:
         }
 
 
+def strategies_for(config: Config, plugins: Plugins, world: World) -> list[Strategy]:
+    """What all plugins propose, each with the defaults of what the configuration sets for another strategy."""
+    found = plugins.gather(HookSpecs.propose_strategies, config=config, world=world)
+    used = {name for each in found for options in (each.options, *each.recompute.values()) for name in options}
+    unset = {
+        name: option.default
+        for name, option in config.schema.options.items()
+        if name in used and config.value(name) != option.default
+    }
+    return [replace(each, options={**unset, **each.options}) for each in found]
+
+
 def choices(
-    model: ModelFacts, run: RunFacts, strategies: Sequence[Strategy], device: DeviceModel, world: World
+    model: ModelFacts,
+    run: RunFacts,
+    strategies: Sequence[Strategy],
+    device: DeviceModel,
+    world: World,
+    efficiencies: tuple[Efficiency, Efficiency] = (FAST, SLOW),
 ) -> list[Choice]:
-    """All ways that the formulas know, the best first. Raises UserError if no number of samples per rank keeps the batch."""
+    """All ways that the formulas know, the best first. Raises UserError if no number of samples per rank keeps the batch.
+
+    `efficiencies` are the ends of the range of times, the faster one first.
+    """
     found = [
-        estimate(model, run, strategy, recompute, micro, device, world)
+        estimate(model, run, strategy, recompute, micro, device, world, efficiencies)
         for strategy in strategies
         for recompute in strategy.recompute
         for micro in micro_batches(run.effective_batch, world.size // strategy.context)
@@ -120,6 +142,7 @@ def estimate(
     micro_batch: int,
     device: DeviceModel,
     world: World,
+    efficiencies: tuple[Efficiency, Efficiency] = (FAST, SLOW),
 ) -> Choice:
     """One way to train, by formulas."""
     data_ranks = world.size // strategy.context
@@ -149,7 +172,7 @@ def estimate(
         traffic=tuple(_traffic(each, model, candidate) for each in strategy.communication),
         save_bytes=memory.phases["save"].pinned,
     )
-    fastest, slowest = (time_of(model, run, strategy, candidate, device, world, each) for each in (FAST, SLOW))
+    fastest, slowest = (time_of(model, run, strategy, candidate, device, world, each) for each in efficiencies)
     return Choice(
         strategy=strategy,
         candidate=candidate,

@@ -50,6 +50,7 @@ def count_facts(
         trained=_count(each for each in parameters if each.requires_grad),
         frozen_bytes=sum(each.numel() * each.element_size() for each in parameters if not each.requires_grad),
         buffers=sum(each.numel() * each.element_size() for each in model.buffers()),
+        tensors=sum(each.requires_grad for each in parameters),
         largest=max(each.numel() for each in parameters),
         outside=_count(outside),
         outside_trained=_count(each for each in outside if each.requires_grad),

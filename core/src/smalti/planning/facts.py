@@ -56,7 +56,7 @@ class ModelFacts:
     """A model as it is trained. `frozen_bytes` are those of the parameters that do not train, in their dtype; `buffers` bytes.
 
     `largest` counts the parameters of the largest tensor, `outside` those that are in no block, `outside_trained` those of
-    these that train.
+    these that train. `tensors` counts the tensors that train.
     """
 
     family: str
@@ -66,6 +66,7 @@ class ModelFacts:
     buffers: int
     largest: int
     sample: SampleFacts
+    tensors: int = 0
     outside: int = 0
     outside_trained: int = 0
 

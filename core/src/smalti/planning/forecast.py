@@ -9,9 +9,8 @@ from itertools import takewhile
 
 from smalti.config import Config, LaunchOptions
 from smalti.errors import UserError
-from smalti.hookspecs import HookSpecs
 from smalti.parallel import DeviceModel
-from smalti.planning.choices import Choice, choices, configured
+from smalti.planning.choices import Choice, choices, configured, strategies_for
 from smalti.planning.counted import facts_of
 from smalti.planning.formulas.run_facts import RunFacts
 from smalti.planning.here import named_device
@@ -82,7 +81,7 @@ def forecast_of(config: Config, plugins: Plugins, plan: DistributedPlan, kind: s
         device = named_device("cpu" if kind == "cpu" else "detected", local)
         run = RunFacts.of(config, plugins, kind)
         world = World(size=options.num_processes, local_size=local, device=kind)
-        strategies = plugins.gather(HookSpecs.propose_strategies, config=config, world=world)
+        strategies = strategies_for(config, plugins, world)
         found = choices(facts_of(config, plugins, kind), run, strategies, device, world)
     except UserError as error:
         _log.warning("the memory of this run is not forecast: %s", error.message)

@@ -54,6 +54,8 @@ def flags(options: Mapping[str, object]) -> str:
     for name, value in options.items():
         if isinstance(value, bool):
             words.append(f"--{name}" if value else f"--no_{name}")
+        elif value is None:
+            words.append(f"--{name}=")
         elif isinstance(value, str) and not value.isalnum():
             words.append(f"--{name}='{value}'")
         else:

@@ -48,6 +48,8 @@ class Strategy(Registered):
     in the dtype of the products already.
 
     With `can_be_rehearsed` false its code does not run without the other ranks, and only formulas count it.
+    `operations` are what its own code dispatches for each tensor that trains, in a step and in a micro-batch: hooks, gathering,
+    operations on shards. They are counted in dispatched operations of torch, which take about as long everywhere.
     `buffers` are bytes besides, and not more than `buffers_per_parameter` for each parameter that trains.
     """
 
@@ -63,6 +65,7 @@ class Strategy(Registered):
     gathered_bytes: float = 0
     reduced_bytes: float = 0
     own_copies: bool = False
+    operations: Mapping[Literal["step", "micro-batch"], float] = field(default_factory=dict)
     buffers: int = 0
     buffers_per_parameter: float = 0
     communication: tuple[Communication, ...] = ()

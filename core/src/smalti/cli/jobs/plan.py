@@ -13,13 +13,16 @@ from smalti.cli.output import print_table
 from smalti.cli.pages.help import Command
 from smalti.config import Config, LaunchOptions
 from smalti.errors import ExitCode, UserError
-from smalti.hookspecs import HookSpecs
 from smalti.parallel import DeviceModel
 from smalti.planning import (
+    FAST,
     RIGHT,
+    SLOW,
     STEPS,
     TITLES,
+    Calibration,
     Choice,
+    ModelFacts,
     RunFacts,
     calibrate,
     calibration_of,
@@ -33,6 +36,7 @@ from smalti.planning import (
     refined,
     replaced,
     row,
+    strategies_for,
     worth_rehearsing,
 )
 from smalti.plugins import Plugins, choose_distributed
@@ -88,13 +92,15 @@ def plan(
     sizes = _sizes(gpus, config[LaunchOptions].num_processes)
     device = named_device(gpu, min(sizes[0], nodes_of))
     run = RunFacts.of(config, plugins, device.kind)
-    found, notices = _compared(config, plugins, run, device, sizes, nodes_of)
+    model = facts_of(config, plugins, device.kind)
     strategy = choose_distributed(config, plugins).origin.plugin
     if measure:
         _report(f"training {STEPS} steps as configured")
-        calibrate(arguments, _own(found, run, config, strategy), device, run.products)
-    if (calibration := calibration_of(device, run.products)) is not None:
-        found = {size: [calibration.apply(each) for each in of_size] for size, of_size in found.items()}
+        found, _ = _compared(config, plugins, model, run, device, [run.ranks], nodes_of)
+        calibrate(arguments, _own(found, run, config, strategy), model, run, device)
+    calibration = calibration_of(device, run.products, min(sizes[0], nodes_of))
+    found, notices = _compared(config, plugins, model, run, device, sizes, nodes_of, calibration)
+    if calibration is not None:
         notices.append(f"times were measured here: {calibration.seconds:.3g} s/step with {calibration.way}")
     for size, of_size in found.items():
         if not quick:
@@ -126,17 +132,24 @@ def _report(sentence: str) -> None:
 
 
 def _compared(
-    config: Config, plugins: Plugins, run: RunFacts, device: DeviceModel, sizes: Sequence[int], nodes_of: int
+    config: Config,
+    plugins: Plugins,
+    model: ModelFacts,
+    run: RunFacts,
+    device: DeviceModel,
+    sizes: Sequence[int],
+    nodes_of: int,
+    calibration: Calibration | None = None,
 ) -> tuple[dict[int, list[Choice]], list[str]]:
     """All ways to train by formulas, by the number of devices, and notices. Raises UserError if there are none."""
-    model = facts_of(config, plugins, device.kind)
+    efficiencies = (FAST, SLOW) if calibration is None else calibration.efficiencies(device, run.products)
     found: dict[int, list[Choice]] = {}
     refused: list[UserError] = []
     for size in sizes:
         world = World(size=size, local_size=min(size, nodes_of), device=device.kind)
-        strategies = plugins.gather(HookSpecs.propose_strategies, config=config, world=world)
+        strategies = strategies_for(config, plugins, world)
         try:
-            found[size] = choices(model, run, strategies, device, world)
+            found[size] = choices(model, run, strategies, device, world, efficiencies)
         except UserError as error:
             refused.append(error)
     if not found:

@@ -3,10 +3,12 @@
 Times rank ways to train; as seconds they are a range. Sources of the ranges: public measurements of diffusion transformers on
 H100, eager and compiled, reach 17 to 57 % of the peak of bf16 products. The other ranges are estimates: optimizers reach 60
 to 85 % of the memory's bandwidth, collective operations as much of a link; an operation takes 4 to 10 microseconds to dispatch.
+On a CPU the same cores compute, dispatch and send, so nothing is hidden behind anything else.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from smalti.parallel import DeviceModel
@@ -21,12 +23,26 @@ _HOST_MEMORY = 150e9
 
 @dataclass(frozen=True, kw_only=True)
 class Efficiency:
-    """The share of a peak that is reached, and seconds that an operation takes at least."""
+    """The share of a peak that is reached, and seconds that an operation takes to dispatch.
+
+    `collectives` are the shares of a link's bandwidth by collective operation, `links` that of those that are not in it.
+    """
 
     products: float
     memory: float
     links: float
     dispatch: float
+    collectives: Mapping[str, float] = field(default_factory=dict)
+
+    def times(self, factor: float) -> Efficiency:
+        """The same, so many times as fast."""
+        return Efficiency(
+            products=self.products * factor,
+            memory=self.memory * factor,
+            links=self.links * factor,
+            dispatch=self.dispatch / factor,
+            collectives={name: share * factor for name, share in self.collectives.items()},
+        )
 
 
 FAST = Efficiency(products=0.6, memory=0.85, links=0.85, dispatch=4e-6)
@@ -58,17 +74,23 @@ def time_of(
     efficiency: Efficiency,
 ) -> StepTime:
     """Seconds of one optimizer step on each rank of `world`."""
-    forward, backward = _computing(model, run, candidate, device, efficiency)
-    forward, backward = forward / strategy.context, backward / strategy.context
-    computing = candidate.accumulation * (forward + backward)
-    hidden = {"micro-batch": computing, "step": backward}
+    on_host, times = device.kind == "cpu", candidate.accumulation
+    passes = _passes(model, run, strategy, candidate, device, efficiency)
+    computing = times * sum(products for products, _ in passes)
+    dispatch = times * sum(each if on_host else max(0.0, each - products) for products, each in passes)
+    dispatch += model.tensors * strategy.operations.get("step", 0) * efficiency.dispatch
+    hidden = {"micro-batch": computing + dispatch, "step": max(passes[1])}
     sending = dict.fromkeys(hidden, 0.0)
     for each in strategy.communication:
         sending[each.times] += _sending(each, model, candidate, device, efficiency)
-    exposed = sum(max(0.0, seconds - 0.9 * hidden[times]) + _unhidden(model, seconds) for times, seconds in sending.items())
+    exposed = sum(
+        seconds if on_host else max(0.0, seconds - 0.9 * hidden[times]) + _unhidden(model, seconds)
+        for times, seconds in sending.items()
+    )
     return StepTime(
         parts={
             "computing": computing,
+            "dispatch": dispatch,
             "communication": exposed,
             "optimizer": _stepping(model, run, strategy, device, world, efficiency),
             "host transfers": _transferring(model, strategy, candidate, device, efficiency),
@@ -76,17 +98,22 @@ def time_of(
     )
 
 
-def _computing(
-    model: ModelFacts, run: RunFacts, candidate: Candidate, device: DeviceModel, efficiency: Efficiency
-) -> tuple[float, float]:
-    """Seconds of the forward and backward passes of a micro-batch: of products, or of dispatching, whichever takes longer."""
+def _passes(
+    model: ModelFacts,
+    run: RunFacts,
+    strategy: Strategy,
+    candidate: Candidate,
+    device: DeviceModel,
+    efficiency: Efficiency,
+) -> tuple[tuple[float, float], tuple[float, float]]:
+    """Seconds of the products and of dispatching all operations, in the forward and the backward pass of a micro-batch."""
     sample = model.sample
     again = {"none": 0.0, "selective": 0.15, "full": 1.0}[candidate.recompute]
-    passes = (1.0, 1.0 + model.trained / model.parameters + again)
-    products = sample.flops * candidate.micro_batch / (device.peaks[run.products] * efficiency.products)
+    products = sample.flops * candidate.micro_batch / (device.peaks[run.products] * efficiency.products) / strategy.context
     dispatch = sample.operations * efficiency.dispatch
-    forward, backward = (max(each * products, (each if each == 1.0 else 2.0 + again) * dispatch) for each in passes)
-    return forward, backward
+    own = model.tensors * strategy.operations.get("micro-batch", 0) * efficiency.dispatch
+    trained = model.trained / model.parameters
+    return (products, dispatch + own / 2), ((1.0 + trained + again) * products, (2.0 + again) * dispatch + own / 2)
 
 
 def _sending(
@@ -95,7 +122,9 @@ def _sending(
     parameters = model.trained if each.of == "trained" else model.parameters
     times = candidate.accumulation if each.times == "micro-batch" else 1
     link = device.network_bandwidth if each.between_nodes else device.link_bandwidth
-    return times * parameters * each.bytes_per_parameter / (link * efficiency.links)
+    return (
+        times * parameters * each.bytes_per_parameter / (link * efficiency.collectives.get(each.collective, efficiency.links))
+    )
 
 
 def _unhidden(model: ModelFacts, seconds: float) -> float:
