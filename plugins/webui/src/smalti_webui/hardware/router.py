@@ -261,11 +261,9 @@ async def templates(request: Request, draft: str, action: Word, name: Word = "",
         toast(response, f"template {saved} was loaded", "info")
         return response
     if action == "save":
-        done = await run_cli(
-            ["deepspeed", "templates", "save", "--force", "--", name, "-"], builder.SECONDS, input=text, changes=True
-        )
+        done = await run_cli(["deepspeed", "templates", "save", "--force", "--", name, "-"], builder.SECONDS, input=text)
     else:
-        done = await run_cli(["deepspeed", "templates", "rm", "--", saved], builder.SECONDS, changes=True)
+        done = await run_cli(["deepspeed", "templates", "rm", "--", saved], builder.SECONDS)
     _refuse(done, f"smalti deepspeed templates {action}", subject)
     response = partial(request, "hardware/templates.html", draft=subject.draft, templates=await _templates())
     toast(response, f"template {name} was saved" if action == "save" else f"template {saved} was removed")

@@ -1,0 +1,120 @@
+"""What the pages of runs show: the same as the command line, escaped, also for runs that are not whole."""
+
+from __future__ import annotations
+
+import csv
+import json
+from typing import Any
+
+from starlette.testclient import TestClient
+
+from smalti.rundir import EventWriter, RunDirectory
+from smalti_webui.runs.actions import resume_problem
+from smalti_webui.runs.index import FoundRun
+from smalti_webui.runs.log import Filter, last_lines
+
+TABS = ("", "/metrics", "/log", "/config", "/head", "/overview", "/log/lines", "/series", "/metrics.csv")
+
+
+def id_of(run: RunDirectory) -> str:
+    record = run.record()
+    assert record is not None
+    return record.id
+
+
+def test_the_table_has_a_row_for_each_run_and_finds_by_name(make_run: Any, client: TestClient) -> None:
+    assert "There are no runs here yet" in client.get("/runs").text
+    make_run("alpha", steps=20)
+    make_run("beta", steps=7, max_steps=100, condition="failed", message="it broke")
+    client.app.state.runs._looked = -10.0  # type: ignore[attr-defined]
+    rows = client.get("/runs").text
+    for text in ("alpha", "20/20", "finished", "beta", "7/100", "failed", "it broke"):
+        assert text in rows
+    assert "alpha" not in client.get("/runs/rows", params={"search": "BET"}).text
+    assert "alpha" not in client.get("/runs/rows", params={"shown": "alive"}).text
+
+
+def test_pages_of_runs_that_are_not_whole(make_run: Any, client: TestClient) -> None:
+    """A launch that has written nothing yet, one whose files are damaged, one with markup in everything that it says."""
+    young, damaged = make_run("young", steps=0, condition="running"), make_run("damaged")
+    damaged.launch_file.write_text('{"values": ')
+    damaged.events_file.write_bytes(b'\xff\xfe{"type":"step"}\n' + damaged.events_file.read_bytes()[:-20])
+    odd = make_run("odd <script>alert(1)</script>", message="<img src=x onerror=alert(1)>", condition="failed")
+    for run in (young, damaged, odd):
+        for tab in TABS:
+            answer = client.get(f"/runs/{id_of(run)}{tab}")
+            assert answer.status_code == 200, (run.path, tab)
+            assert "<script>alert" not in answer.text
+            assert "<img src=x" not in answer.text or answer.headers["content-type"].startswith("application/json")
+    make_run.writers["young"].close()
+
+
+def test_a_page_of_an_unknown_run_says_so(client: TestClient) -> None:
+    for tab in TABS:
+        assert client.get(f"/runs/nothing{tab}").status_code == 404
+
+
+def test_the_csv_has_every_step(make_run: Any, client: TestClient) -> None:
+    run = make_run("run", steps=20)
+    rows = list(csv.DictReader(client.get(f"/runs/{id_of(run)}/metrics.csv").text.splitlines()))
+    losses = {int(row["step"]): float(row["mean"]) for row in rows if row["metric"] == "loss"}
+    assert losses == {step: float(f"{1 / step:.7g}") for step in range(1, 21)}
+
+
+def test_the_log_filters_by_level_node_rank_and_text(make_run: Any) -> None:
+    run = make_run("run", steps=5, condition="running")
+    writer = make_run.writers["run"]
+    writer.events.append("warning", step=3, message="slow disk", rank=2)
+    writer.events.append("error", step=4, error="ValueError", message="it broke", traceback="Traceback: line 7")
+    writer.close()
+    other = EventWriter(run.node_events_file(1))
+    other.append("health", step=3, message="hot", rank=8)
+    other.close()
+
+    def shown(**wanted: str) -> list[str]:
+        return [
+            line.text for line in last_lines(run, Filter(**wanted))[0] if line.kind in ("warning", "error", "health", "step")
+        ]
+
+    assert shown() == ["slow disk", "ValueError: it broke", "hot"]
+    assert shown(level="error") == ["ValueError: it broke"]
+    assert shown(node="1") == ["hot"]
+    assert shown(rank="2") == ["slow disk"]
+    assert shown(text="LINE 7") == ["ValueError: it broke"]
+    assert len(shown(level="steps")) == 8
+    lines, more = last_lines(run, Filter(level="steps"), count=2)
+    assert ([line.text for line in lines], more) == (["ValueError: it broke", "hot"], True)
+
+
+def test_the_configuration_names_sources_and_differences(make_run: Any, client: TestClient) -> None:
+    runs = []
+    for name, width in (("one", 32), ("two", 64)):
+        run = make_run(name)
+        run.config_file.write_text(
+            f"toy_width = {width} # flag (--toy_width)\nseed = 1 # file <b>\n[defaults]\nseed = 2 # no\n"
+        )
+        run.launch_file.write_text(json.dumps({"values": {"toy_width": width, "seed": 1, "depth": None}}))
+        runs.append(run)
+    page = client.get(f"/runs/{id_of(runs[0])}/config").text
+    assert "flag (--toy_width)" in page
+    assert "file &lt;b&gt;" in page
+    compared = client.get(f"/runs/{id_of(runs[0])}/config", params={"other": id_of(runs[1])}).text
+    assert "1 of 3 options differ" in compared
+
+
+def test_runs_that_the_page_cannot_resume_say_why(make_run: Any, root: Any) -> None:
+    run = make_run("one")
+    found = FoundRun(id="x", name="one", begun=0.0, directory=run)
+
+    def problem(**values: object) -> str:
+        run.launch_file.write_text(json.dumps({"values": values}))
+        return resume_problem(found)
+
+    assert problem(output_dir=str(run.path)) == ""
+    assert problem(output_dir="one") == ""
+    assert problem(output_dir="elsewhere/one") == "" if root.name == "elsewhere" else problem(output_dir="elsewhere/one")
+    assert "2 nodes" in problem(output_dir="one", num_machines=2)
+    assert "another folder" in problem(output_dir="../one")
+    assert "another folder" in problem()
+    run.config_file.unlink()
+    assert "no config.toml" in problem(output_dir="one")
