@@ -18,13 +18,16 @@ def blocks(tutorial: str) -> list[pages.Block]:
 
 @pytest.fixture(scope="module")
 def follow(tmp_path_factory):
-    """Type a tutorial, once; the commands with what came of them."""
-    environment = pages.account(tmp_path_factory.mktemp("account"))
+    """Type a tutorial, once; the commands with what came of them.
+
+    Those of the longest are executed as a reader's are, those of the others forked.
+    """
     done: dict[str, list[pages.Typed]] = {}
 
     def follow(tutorial: str) -> list[pages.Typed]:
         if tutorial not in done:
-            folder = tmp_path_factory.mktemp(tutorial)
+            folder, account = tmp_path_factory.mktemp(tutorial), tmp_path_factory.mktemp("account")
+            environment = pages.account(account, forked=tutorial != "your-own-architecture")
             pages.photos(folder / "photos")
             if tutorial == "eight-gpus":
                 shutil.copytree(pages.DOCS.parent / "examples", folder / "examples", ignore=shutil.ignore_patterns("emoji*"))

@@ -34,7 +34,7 @@ def runs(tmp_path_factory, train, launch):
     one = train(root / "one", **{**OPTIONS, "train_batch_size": 8}, **prompts)
     (root / "temporary").mkdir()
     own = {"TMPDIR": str(root / "temporary"), "PROBE_MODULES": "1"}
-    two = launch(root / "two", **OPTIONS, num_processes=2, **prompts, variables=own)
+    two = launch(root / "two", **OPTIONS, num_processes=2, **prompts, variables=own, executed=True)  # see what it imports
     accumulated = train(root / "accumulated", **OPTIONS, gradient_accumulation_steps=2, **prompts)
     return {"one": one, "two": two, "accumulated": accumulated}
 

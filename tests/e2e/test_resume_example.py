@@ -1,12 +1,13 @@
 """The example of a killed and resumed run: both launches make the same steps, and the figure shows what the events say."""
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from PIL import Image
+
+from support.forked_popen import run_forked
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "resume"
 
@@ -25,7 +26,7 @@ def test_one_process_makes_the_steps_of_four(example, pictures, tmp_path):
     for flags, ranks in (((), 4), (example.ONE_PROCESS, 1)):
         few = (f"--instance_data_dir={pictures}", "--allow_dataset_oversubscription")
         command = example.train(tmp_path / "run", *flags, *few, "--dry-run", "--json")
-        plan = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+        plan = json.loads(run_forked(command, timeout=120).stdout)
         assert (plan["effective_batch"], len(plan["launch"]["ranks"])) == (16, ranks)
 
 

@@ -9,7 +9,13 @@ import torch
 from smalti.checkpoint.format.safetensors_reader import TensorFiles
 
 SHARDED = {"fsdp_enable": True, "use_ema": True, "allow_dataset_oversubscription": True, "max_grad_norm": 0.05}
-OPTIONS = {**SHARDED, "max_train_steps": 20, "validation_step_interval": 10, "validation_base_model": True}
+OPTIONS = {
+    **SHARDED,
+    "max_train_steps": 20,
+    "validation_step_interval": 10,
+    "validation_num_inference_steps": 5,
+    "validation_base_model": True,
+}
 ON_CPU = {"SMALTI_CONTEXT_PARALLEL_ON_CPU": "1"}
 PROMPTS = [f"circle number {number}" for number in range(5)]
 

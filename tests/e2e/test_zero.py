@@ -54,7 +54,13 @@ def pictures_apart(one, other, step: int, number: int) -> int:
 
 # --- all weights ----------------------------------------------------------------------------------------------------
 
-OPTIONS = {"use_ema": True, "max_grad_norm": 0.05, "max_train_steps": 20, "validation_prompt": PROMPTS}
+OPTIONS = {
+    "use_ema": True,
+    "max_grad_norm": 0.05,
+    "max_train_steps": 20,
+    "validation_prompt": PROMPTS,
+    "validation_num_inference_steps": 5,
+}
 
 
 @pytest.fixture(scope="module")

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from support.forked_popen import run_forked
+
 GOOD = """
 import smalti
 
@@ -148,13 +150,8 @@ class Site:
         """`smalti WORDS` in a process where these packages (separated by blanks) are installed."""
         path = os.pathsep.join(str(self.root / package) for package in packages.split())
         inherited = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-        done = subprocess.run(
-            [sys.executable, "-m", "smalti", *words],
-            env={**inherited, "PYTHONPATH": path, "COLUMNS": "200", **environment},
-            capture_output=True,
-            text=True,
-            timeout=60,
-        )
+        own = {**inherited, "PYTHONPATH": path, "COLUMNS": "200", **environment}
+        done = run_forked([sys.executable, "-m", "smalti", *words], env=own)
         return Finished(done.returncode, done.stdout, done.stderr)
 
 

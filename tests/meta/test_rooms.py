@@ -5,6 +5,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from importlib import import_module
 from pathlib import Path
 from typing import Literal
@@ -51,6 +52,7 @@ class Import:
     when: Literal["loading", "type checking", "calling"]
 
 
+@cache
 def imports(path: Path) -> list[Import]:
     """Everything that a file imports from smalti or elsewhere."""
 

@@ -74,7 +74,22 @@ def fork_server() -> ForkServer:
     return ForkServer(line, process)
 
 
+def forked_script(site: Path) -> str:
+    """A shell script that does what `python -m smalti` does where the packages of the folder `site` are installed too."""
+    with _FIRST:
+        fork_server()
+    client = Path(__file__).with_name("forked_script.py")
+    return f'#!/bin/sh\nexec "{sys.executable}" -I -S "{client}" {_address(os.getpid())} "{site}" "$@"\n'
+
+
+def _address(pid: int) -> str:
+    return f"smalti-tests-{pid}"
+
+
 if __name__ == "__main__":
-    import_heavy()
-    gc.freeze()
-    serve(socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2]))
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        listener.bind(f"\0{_address(int(sys.argv[2]))}")
+        listener.listen()
+        import_heavy()
+        gc.freeze()
+        serve(socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2]), listener)

@@ -10,6 +10,8 @@ from pathlib import Path
 
 from PIL import Image
 
+from support.forked_popen import forked_script
+
 DOCS = Path(__file__).parents[2] / "docs"
 _BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 _CHANGING = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\+00:00|\b[0-9a-f]{16}\b")
@@ -98,8 +100,11 @@ def follow(page: Sequence[Block], folder: Path, environment: dict[str, str], *, 
     return typed
 
 
-def account(folder: Path) -> dict[str, str]:
-    """An environment of its own, on top of this one, in which pip and smalti are found; its variables."""
+def account(folder: Path, *, forked: bool = True) -> dict[str, str]:
+    """An environment of its own, on top of this one, in which pip and smalti are found; its variables.
+
+    `smalti` is forked from a process that has made the imports (`support.forked_popen`), if `forked`.
+    """
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True)
     [site] = folder.glob("lib/python*/site-packages")
     above = [path for path in sys.path if path.endswith("site-packages")]
@@ -108,6 +113,8 @@ def account(folder: Path) -> dict[str, str]:
         script = folder / "bin" / name
         script.write_text(f'#!/bin/sh\nexec "{folder}/bin/python" -m {name} "$@"\n')
         script.chmod(0o755)
+    if forked and sys.platform == "linux":
+        (folder / "bin" / "smalti").write_text(forked_script(site))
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(("SMALTI_", "PYTEST_"))}
     return {
         **inherited,

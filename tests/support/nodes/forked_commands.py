@@ -11,7 +11,9 @@ import io
 import json
 import os
 import runpy
+import select
 import signal
+import site
 import socket
 import subprocess
 import sys
@@ -20,7 +22,8 @@ import termios
 import threading
 import time
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from importlib import import_module, invalidate_caches
 from pathlib import Path
 
@@ -45,6 +48,7 @@ _LONGEST = 1 << 18
 def import_heavy() -> None:
     for name in HEAVY:
         import_module(name)
+    sys.modules.pop("torch.distributed.run")  # which the agent executes as a module; what that one imports is there
 
 
 def module_of(command: Sequence[str]) -> int | None:
@@ -165,42 +169,72 @@ class ForkServer:
         process._close_pipe_fds(read_in, write_in, read_out, write_out, read_err, write_err)
 
 
-def serve(line: socket.socket, parent: int) -> None:
-    """Fork the commands that `ForkServer` asks for, as children of `parent`, until nobody is there to ask."""
+def serve(line: socket.socket, parent: int, listener: socket.socket | None = None) -> None:
+    """Fork the commands that `ForkServer` asks for, as children of `parent`, until nobody is there to ask.
+
+    At the `listener` it takes the orders of `support.forked_script`.
+    """
     while True:
+        ready, _, _ = select.select([line, *([listener] if listener else [])], [], [])
+        if listener in ready:
+            _in_other_process(partial(_run_for_script, listener))
+        if line not in ready:
+            continue
         text, descriptors, *_ = socket.recv_fds(line, _LONGEST, 16)
         if not text:
             os._exit(0)
         order = json.loads(text)
-        reading, writing = os.pipe()
-        between = os.fork()
-        if between == 0:
-            child = os.fork()
-            if child == 0:
-                line.close()
-                os.close(reading)
-                os.close(writing)
-                while os.getppid() != parent:  # adopted when the process between has ended
-                    time.sleep(0.001)
-                try:
-                    _take(descriptors, order["passed"])
-                    if order["session"]:
-                        os.setsid()
-                    if order["terminal"]:
-                        take_terminal()
-                    run_command(order["command"], order["environment"], order["folder"])
-                except BaseException:  # noqa: BLE001 - must not return into this loop
-                    traceback.print_exc()
-                finally:
-                    os._exit(1)
-            os.write(writing, str(child).encode())
-            os._exit(0)
-        os.close(writing)
-        os.waitpid(between, 0)
-        line.send(os.read(reading, 100))
-        os.close(reading)
+        child = _in_other_process(partial(_become, line, parent, order, descriptors))
+        line.send(str(child).encode())
         for each in descriptors:
             os.close(each)
+
+
+def _in_other_process(act: Callable[[], None]) -> int:
+    """Do this in a process that is not a child of this one. Its number."""
+    reading, writing = os.pipe()
+    if (between := os.fork()) == 0:
+        if (child := os.fork()) == 0:
+            os.close(reading)
+            os.close(writing)
+            try:
+                act()
+            except BaseException:  # noqa: BLE001 - must not return into the loop
+                traceback.print_exc()
+            finally:
+                os._exit(1)
+        os.write(writing, str(child).encode())
+        os._exit(0)
+    os.close(writing)
+    os.waitpid(between, 0)
+    child = int(os.read(reading, 100))
+    os.close(reading)
+    return child
+
+
+def _become(line: socket.socket, parent: int, order: dict, descriptors: Sequence[int]) -> None:
+    line.close()
+    while os.getppid() != parent:  # adopted when the process between has ended
+        time.sleep(0.001)
+    _take(descriptors, order["passed"])
+    if order["session"]:
+        os.setsid()
+    if order["terminal"]:
+        take_terminal()
+    run_command(order["command"], order["environment"], order["folder"])
+
+
+def _run_for_script(listener: socket.socket) -> None:
+    connection, _ = listener.accept()
+    text, descriptors, *_ = socket.recv_fds(connection, _LONGEST, 3)
+    order = json.loads(text)
+    if (child := os.fork()) == 0:
+        _take(descriptors, ())
+        site.addsitedir(order["site"])
+        run_command(order["command"], order["environment"], order["folder"])
+    _, status = os.waitpid(child, 0)
+    connection.send(str(os.waitstatus_to_exitcode(status)).encode())
+    os._exit(0)
 
 
 def take_terminal() -> None:
