@@ -66,28 +66,16 @@ def test_a_new_configuration_from_a_recipe_an_error_its_fix_and_saving_with_the_
     assert (root / "first-run.toml").read_text().startswith("# A first run on any machine")
 
 
-def test_what_has_no_effect_is_disabled_with_the_reason_and_kept(page: Any, served: Any, begun: Draft) -> None:
+def test_the_views_and_tabs_of_one_draft_agree_and_lose_nothing(page: Any, served: Any, begun: Draft) -> None:
     page.goto(f"/configs/{begun.id}?section=training&level=expert")
-    field = page.locator("#option-ema_decay")
-    assert (field.is_disabled(), field.input_value()) == (True, "0.9")
+    decay = page.locator("#option-ema_decay")
+    assert (decay.is_disabled(), decay.input_value()) == (True, "0.9")
     assert "Has no effect unless use_ema." in page.locator("#option-ema_decay-reason").inner_text()
+
+    other = page.context.new_page()
+    other.goto(f"/configs/{begun.id}")
     page.locator("#option-use_ema").check()
     page.locator("#option-ema_decay:enabled").wait_for()
-    page.reload()
-    assert page.locator("#option-use_ema").is_checked()
-    page.locator("[data-name=use_ema] .reset").click()
-    page.locator("#option-ema_decay:disabled").wait_for()
-    assert stored(served, begun) == begun.text
-
-
-def test_the_second_tab_is_told_and_may_store_its_change_too(page: Any, served: Any, begun: Draft) -> None:
-    other = page.context.new_page()
-    for each in (page, other):
-        each.goto(f"/configs/{begun.id}")
-    page.locator("#option-seed").fill("1")
-    page.locator("#option-max_train_steps").fill("10")
-    page.locator("#option-output_dir").focus()
-    page.locator("#differences").get_by_text("max_train_steps").wait_for()
     other.locator("#option-output_dir").fill("runs/b")
     other.locator("#option-seed").focus()
     conflict = other.get_by_role("alert").filter(has_text="changed in another tab")
@@ -95,18 +83,13 @@ def test_the_second_tab_is_told_and_may_store_its_change_too(page: Any, served: 
     assert "runs/b" not in stored(served, begun)
     with other.expect_navigation():
         conflict.get_by_role("button", name="Store mine too").click()
-    assert other.locator("#option-seed").input_value() == "1"
-    assert stored(served, begun).count("runs/b") == 1
-    assert stored(served, begun).startswith("# mine\n")
+    other.locator("#differences").get_by_text("use_ema").wait_for()
     other.close()
+    assert {"# mine", "use_ema = true", 'output_dir = "runs/b"'} <= set(stored(served, begun).splitlines())
 
-
-def test_a_text_with_an_error_survives_a_reload_and_the_three_views_agree(page: Any, served: Any, begun: Draft) -> None:
     page.goto(f"/configs/{begun.id}?view=toml")
     page.locator("#text").fill("seed = \n")
     page.locator("#text-error").get_by_text("line 1").wait_for()
-    page.reload()
-    assert page.locator("#text").input_value() == "seed = \n"
     page.locator("#text").fill("seed = 3 # three\n")
     page.locator("#text-error").wait_for(state="hidden")
     page.get_by_role("link", name="Flags").click()

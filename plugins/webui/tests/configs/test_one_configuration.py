@@ -65,7 +65,7 @@ def same(one: Config, other: Config) -> bool:
     return not other.problems and one.groups == other.groups and one.digest == other.digest
 
 
-@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(values=CONFIGURATIONS, comment=st.booleans())
 def test_form_file_and_flags_of_a_valid_configuration_give_the_same_values_and_digest(folder, values, comment):
     """Whatever is filled in field by field, saved and read, or copied as a command."""
