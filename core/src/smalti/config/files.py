@@ -44,6 +44,13 @@ def parse_mapping(path: Path, text: str) -> dict[str, object]:
 
 def parse_value(path: Path, text: str) -> object:
     """What a TOML, JSON or YAML text says, whatever it is. Raises UserError with the place of a syntax error."""
+    try:
+        return _parsed(path, text)
+    except RecursionError:
+        raise UserError(f"{path} is nested too deeply", fix="no option needs that many brackets") from None
+
+
+def _parsed(path: Path, text: str) -> object:
     ending = path.suffix.lower()
     if ending == ".toml":
         try:

@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+from itertools import product
 
 import pytest
 
@@ -285,6 +286,43 @@ def test_the_check_has_the_problems_of_the_command(client, begin, root):
     assert state_of(client, address)["problems"] == answer["problems"]
     shutil.rmtree(root / "run", ignore_errors=True)
     assert change(client, address, 2, seed="3").json()["checked"] is None
+
+
+NO_PATHS = ["/etc/passwd", "../../etc/passwd", "~nobody-here/a.toml", "a\0b", "/", ".", "x" * 3000, " "]
+
+
+def test_no_other_file_is_read_and_no_path_is_a_defect(client, begin):
+    draft = begin().removeprefix("/configs/")
+    for path, address in product(NO_PATHS, ("new", "import", f"{draft}/save")):
+        fields = {"version": 1, "file": path, "path": path}
+        answer = client.post(f"/configs/{address}", data=fields, files={"files": ("", b"")} if address == "import" else None)
+        assert answer.status_code in (200, 403, 404, 422)
+        assert "root:" not in answer.text
+
+
+TEXTS = ["a = " + "[" * 20_000, f"[a{'.a' * 20_000}]", "a = '\ud800'", "\0", "a\rb = 1", '"" = 1', "'--' = 2\n"]
+
+
+def test_whatever_a_text_says_it_is_kept_and_shown(client, begin):
+    for text in TEXTS:
+        address = begin()
+        body = text.encode("utf-8", "surrogatepass")
+        answer = client.post(f"{address}/toml", data={"version": 1, "text": body})
+        assert answer.status_code in (200, 422), text[:20]
+        for view in ("?view=form", "?view=toml", "?view=flags", "/save", "/export"):
+            assert client.get(f"{address}{view}").status_code == 200, text[:20]
+
+
+def test_a_file_that_is_opened_again_after_a_change_is_read_again(client, begin, root):
+    (root / "mine.toml").write_text("seed = 1\n")
+    address = begin(file="mine.toml")
+    assert begin(file="mine.toml") == address
+    (root / "mine.toml").write_text("seed = 2\n")
+    assert (begin(file="mine.toml"), text_of(client, address)) == (address, "seed = 2\n")
+    change(client, address, 2, seed="3")
+    (root / "mine.toml").write_text("seed = 4\n")
+    begin(file="mine.toml")
+    assert text_of(client, address) == "seed = 3\n"
 
 
 def test_what_no_option_accepts_is_an_answer_and_no_defect(client, begin):

@@ -15,9 +15,11 @@ from smalti.config import PLUGINS
 from smalti_webui.configs import editing, save_pages, starting
 from smalti_webui.configs.checking import checked, state
 from smalti_webui.configs.drafts import Draft, DraftStore, drafts_of
+from smalti_webui.configs.finding import find_files
 from smalti_webui.configs.flags import draft_flags
 from smalti_webui.configs.form import LEVELS, sections
-from smalti_webui.server.files import below_roots
+from smalti_webui.configs.paths import path_below
+from smalti_webui.runs.lookup import find_run
 from smalti_webui.server.messages import toast
 from smalti_webui.server.templating import page
 
@@ -40,10 +42,9 @@ def overview(request: Request, copy: str = "") -> HTMLResponse:
         "configs/list.html",
         title="Configs",
         drafts=drafts_of(settings).list(),
-        files=starting.find_files(settings.roots),
+        files=find_files(settings.roots),
         recipes=starting.recipes(),
-        copied=starting.find_run(settings.roots, copy) if copy else None,
-        copied_id=copy,
+        copied=find_run(request, copy) if copy else None,
     )
 
 
@@ -54,18 +55,12 @@ def new(request: Request, recipe: Word = "", file: Word = "", run: Word = "", dr
     if recipe:
         made = starting.from_recipe(store, recipe)
     elif file:
-        made = starting.from_file(store, _file_below(request, file))
+        made = starting.from_file(store, path_below(request.app.state.settings, file))
     elif run:
-        made = starting.from_run(store, starting.find_run(request.app.state.settings.roots, run))
+        made = starting.from_run(store, find_run(request, run).directory)
     else:
         made = starting.from_draft(store, Draft.load(request.app.state.settings, draft))
     return RedirectResponse(f"/configs/{made.id}", 303)
-
-
-def _file_below(request: Request, file: str) -> Path:
-    settings = request.app.state.settings
-    path = Path(file).expanduser()
-    return below_roots(settings, path if path.is_absolute() else settings.roots[0] / path)
 
 
 @router.post("/import")
@@ -74,7 +69,7 @@ def import_(request: Request, files: list[UploadFile], model_family: Word = "", 
     store = drafts_of(request.app.state.settings)
     given = [file for file in files if file.filename]
     if path.strip():
-        paths = [_file_below(request, each.strip()) for each in path.split("\n") if each.strip()]
+        paths = [path_below(request.app.state.settings, each) for each in path.split("\n") if each.strip()]
     else:
         paths = _kept(store, given)
     if not paths:

@@ -14,6 +14,7 @@ from smalti.config import read_text
 from smalti_webui.configs.checking import checked, state
 from smalti_webui.configs.controls import is_hidden
 from smalti_webui.configs.drafts import Draft, StaleDraft, digest, drafts_of
+from smalti_webui.configs.paths import path_below
 from smalti_webui.configs.saving import ChangedMeanwhile, difference, on_disk, save
 from smalti_webui.configs.schemas import schema_for
 from smalti_webui.configs.toml_text import given
@@ -76,10 +77,7 @@ def reread(request: Request, id: str, version: Annotated[int, Form(ge=1)]) -> Re
 def _target(request: Request, draft: Draft, path: str) -> Path:
     """The file to save to: below the roots, and resolved. A name without an ending gets .toml."""
     settings = request.app.state.settings
-    chosen = path.strip() or draft.target or f"{draft.name}.toml"
-    given_path = Path(chosen).expanduser()
-    given_path = given_path if given_path.suffix else given_path.with_name(f"{given_path.name}.toml")
-    return below_roots(settings, given_path if given_path.is_absolute() else settings.roots[0] / given_path)
+    return path_below(settings, path.strip() or draft.target or f"{draft.name}.toml", ".toml")
 
 
 def _page(request: Request, draft: Draft, path: str, message: str = "") -> HTMLResponse:

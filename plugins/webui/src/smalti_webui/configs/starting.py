@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-
-from starlette.exceptions import HTTPException
 
 from smalti import ConfigError, UserError
 from smalti.config import as_toml, draft as draft_of, read_mapping, read_text
 from smalti.migration import as_toml as imported_toml, import_files, refuse_other_trainers
 from smalti.plugins import Selection
-from smalti.rundir import RunDirectory, find_runs
+from smalti.rundir import RunDirectory
 from smalti_webui.configs.drafts import Draft, DraftStore, digest
 from smalti_webui.configs.schemas import own_environment, schema_for, schema_with
 from smalti_webui.configs.toml_text import given, with_values
@@ -21,9 +18,6 @@ from smalti_webui.configs.toml_text import given, with_values
 RECIPES = Path(__file__).with_name("recipes")
 LARGEST = 256 * 1024
 """Bytes of a configuration file."""
-_DEPTH = 4
-_FILES = 2_000
-_SKIPPED = frozenset({"node_modules", "__pycache__", "site-packages"})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,15 +28,6 @@ class Recipe:
     title: str
     family: str
     text: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class Found:
-    """A configuration file of the user. `family` is what it trains, "" if it does not say so."""
-
-    path: Path
-    family: str
-    changed: float
 
 
 def recipes() -> list[Recipe]:
@@ -67,11 +52,14 @@ def from_recipe(store: DraftStore, id: str) -> Draft:
 def from_file(store: DraftStore, path: Path) -> Draft:
     """A TOML file is edited itself; there is one draft of it. Other files become a new one. Raises UserError."""
     if path.suffix.lower() == ".toml" and not _of_another_trainer(path):
-        if (known := store.opened(str(path))) is not None and (known.base == digest(path.read_bytes()) or not known.is_saved):
-            return known
         text = read_text(path)
         read_mapping(path)  # raises if it is not TOML
-        return store.new(text, name=path.stem, target=str(path), base=digest(path.read_bytes()), origin="a file")
+        base, known = digest(path.read_bytes()), store.opened(str(path))
+        if known is None:
+            return store.new(text, name=path.stem, target=str(path), base=base, origin="a file")
+        if known.is_saved and known.base != base:  # changed by something else, and nothing of the draft is lost
+            return store.write(known.id, known.version, text, "the file was read again", base=base)
+        return known
     return from_import(store, [path])
 
 
@@ -121,52 +109,6 @@ def from_run(store: DraftStore, directory: RunDirectory) -> Draft:
     return store.new(with_values(text, schema, {"output_dir": str(used)}), name=used.name, origin=f"run {folder.name}")
 
 
-def find_run(roots: Sequence[Path], id: str) -> RunDirectory:
-    """The run with this id below the roots. HTTPException 404 if there is none."""
-    for root in roots:
-        for run in find_runs(root):
-            if (record := run.record()) is not None and record.id == id:
-                return run
-    raise HTTPException(404, "there is no such run below the folders of this page")
-
-
 def from_draft(store: DraftStore, draft: Draft) -> Draft:
     """A copy, which is not saved to the same file."""
     return store.new(draft.text, name=f"{draft.name}-copy", origin=f"copy of {draft.name}")
-
-
-def find_files(roots: Sequence[Path]) -> list[Found]:
-    """Configuration files below the roots, the last changed first. Those that runs have written are left out."""
-    schema = schema_with(Selection())
-    found: dict[Path, Found] = {}
-    for path in _toml_files(roots):
-        try:
-            if path.stat().st_size > LARGEST:
-                continue
-            options = given(read_text(path), schema)
-            if options.keys() & {"model_family", "output_dir", "instance_data_dir", "datasets"}:
-                family = str(options.get("model_family", ""))
-                found[path] = Found(path=path, family=family, changed=path.stat().st_mtime)
-        except (UserError, OSError):
-            continue
-    return sorted(found.values(), key=lambda each: -each.changed)
-
-
-def _toml_files(roots: Sequence[Path]) -> Iterator[Path]:
-    left = _FILES
-    for root in roots:
-        for folder, folders, files in os.walk(root):
-            here = Path(folder)
-            run = RunDirectory(here)
-            deep = len(here.relative_to(root).parts) >= _DEPTH
-            if deep or run.record_file.exists():
-                folders.clear()
-            folders[:] = sorted(each for each in folders if not each.startswith(".") and each not in _SKIPPED)
-            for name in sorted(files):
-                if not name.endswith(".toml") or (here / name == run.config_file and run.record_file.exists()):
-                    continue
-                left -= 1
-                if left < 0:
-                    return
-                if (here / name).resolve().is_relative_to(root):
-                    yield here / name
