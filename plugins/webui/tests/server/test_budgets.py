@@ -16,7 +16,7 @@ SCRIPT_LINES = 1500
 STATIC_BYTES = 400_000
 REFUSED = {
     "an inline style": r"\sstyle\s*=|<style\b",
-    "an inline script": r"<script\b(?![^>]*\ssrc=)",
+    "an inline script": r"<script\b(?![^>]*\ssrc=)(?![^>]*\stype=\"application/json\")",
     "a script in an attribute": r"\son\w+\s*=|\shx-on\b|javascript:|[\"']js:",
     "an expression in hx-trigger": r"hx-trigger=\"[^\"]*\[",
     "another host": r"(?:src|href|action|hx-\w+)=[\"']?(?:https?:)?//",

@@ -146,7 +146,7 @@ def test_the_server_ends_although_a_browser_reads_a_stream(served: Any) -> None:
 
 def started(root: Path, data: Path, *arguments: str) -> tuple[subprocess.Popen[str], str]:
     command = [sys.executable, "-m", "smalti", "ui", str(root), "--no_open", "--json", *arguments]
-    environment = {**os.environ, "SMALTI_UI_DATA": str(data)}
+    environment = {**os.environ, "XDG_DATA_HOME": str(data)}
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
     assert process.stdout is not None
     return process, json.loads(process.stdout.readline())["url"]
@@ -158,7 +158,7 @@ def test_a_session_works_after_a_restart_and_ctrl_c_ends_the_server(root: Path, 
     address, port = link.partition("?")[0], int(link.split(":")[2].partition("/")[0])
     with httpx2.Client(base_url=address, follow_redirects=True, timeout=20) as client:
         assert client.get(link).status_code == 200
-        assert stat.S_IMODE((data / "sessions.json").stat().st_mode) == 0o600
+        assert stat.S_IMODE((data / "smalti/ui/sessions.json").stat().st_mode) == 0o600
         assert process.stdout is not None
         assert "token=" in json.loads(process.stdout.readline())["url"]  # for another browser
         with connected(port) as half:

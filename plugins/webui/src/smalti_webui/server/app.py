@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -60,6 +61,7 @@ def create_app(settings: Settings, on_new_link: Callable[[str], None] = lambda t
     app.add_exception_handler(HTTPException, _http_error)
     app.add_exception_handler(RequestValidationError, _invalid)
     app.add_exception_handler(UserError, _user_error)
+    app.add_exception_handler(OSError, _os_error)
     app.add_exception_handler(Exception, _defect)
     app.add_middleware(KeptMessages, messages=app.state.messages)
     app.add_middleware(Security, settings=settings, sessions=app.state.sessions, templates=app.state.templates)
@@ -97,6 +99,12 @@ async def _invalid(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
     problems = [Problem(message=each["msg"], where=".".join(map(str, each["loc"][1:]))) for each in error.errors()]
     return _error(request, 422, _TITLES[422], problems)
+
+
+async def _os_error(request: Request, error: Exception) -> Response:
+    if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
+        return _error(request, 404, _TITLES[404], [Problem(message="there is no file with such a long name")])
+    return await _defect(request, error)
 
 
 async def _user_error(request: Request, error: Exception) -> Response:

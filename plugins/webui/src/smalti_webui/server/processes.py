@@ -20,8 +20,6 @@ from weakref import WeakKeyDictionary
 
 from smalti.system import kill_tree
 
-PRIVATE = ("SMALTI_UI_DATA",)
-"""Variables of the server's own, which its commands do not get."""
 _AT_ONCE = 2
 _LINE = 1 << 20
 _slots: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
@@ -44,8 +42,8 @@ def command(args: Sequence[str]) -> list[str]:
 
 
 def environment() -> dict[str, str]:
-    """The environment of a command: the server's without its own settings, and without colours."""
-    return {name: value for name, value in os.environ.items() if name not in PRIVATE} | {"NO_COLOR": "1"}
+    """The environment of a command: the server's, without colours."""
+    return {**os.environ, "NO_COLOR": "1"}
 
 
 async def run_cli(args: Sequence[str], timeout: float, input: str | None = None, cwd: Path | None = None) -> Result:

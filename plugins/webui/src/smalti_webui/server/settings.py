@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from ipaddress import ip_address
@@ -15,8 +14,8 @@ LOCAL = ("127.0.0.1", "localhost", "[::1]")
 
 
 def user_data() -> Path:
-    """The user's folder for drafts, sessions and the queue: $SMALTI_UI_DATA, or the system's data folder."""
-    return Path(os.environ.get("SMALTI_UI_DATA") or user_data_path("smalti") / "ui")
+    """The user's folder for drafts, sessions and the queue: `~/.local/share/smalti/ui`, or below $XDG_DATA_HOME."""
+    return user_data_path("smalti") / "ui"
 
 
 @dataclass(frozen=True, kw_only=True)
