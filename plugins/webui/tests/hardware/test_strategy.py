@@ -4,6 +4,7 @@ import pytest
 
 from smalti_webui.hardware.strategy import changes_for, changes_for_plan, mode_of
 
+DEFAULTS = {"fsdp_enable": False, "fsdp_version": 2, "deepspeed_config": None, "gradient_checkpointing": False}
 ZERO = '{"zero_optimization": {"stage": 3}}'
 
 
@@ -52,12 +53,12 @@ def test_the_document_of_before_is_taken_again():
 
 def test_a_plan_replaces_the_strategy_that_was_configured():
     values = {"fsdp_enable": True, "fsdp_shard_size": 8, "fsdp_transformer_layer_cls_to_wrap": ["Block"], "seed": 7}
-    ddp = {"gradient_checkpointing": False, "train_batch_size": 4, "num_processes": 2}
-    after = changed(values, changes_for_plan(ddp, values))
+    ddp = {"fsdp_enable": False, "gradient_checkpointing": False, "train_batch_size": 4, "num_processes": 2}
+    after = changed(values, changes_for_plan(ddp, values, DEFAULTS))
     assert (mode_of(after), after["train_batch_size"], after["seed"]) == ("none", 4, 7)
-    assert "fsdp_shard_size" not in after
+    assert not {"fsdp_shard_size", "fsdp_enable", "gradient_checkpointing"} & after.keys()
     zero = {"deepspeed_config": ZERO, **ddp}
-    assert mode_of(changed(values, changes_for_plan(zero, values))) == "deepspeed"
-    fsdp = {"fsdp_enable": True, "fsdp_version": 2, "fsdp_shard_size": 2}
-    after = changed({"deepspeed_config": ZERO}, changes_for_plan(fsdp, {"deepspeed_config": ZERO}))
+    assert mode_of(changed(values, changes_for_plan(zero, values, DEFAULTS))) == "deepspeed"
+    fsdp = {"deepspeed_config": None, "fsdp_enable": True, "fsdp_version": 2, "fsdp_shard_size": 2}
+    after = changed({"deepspeed_config": ZERO}, changes_for_plan(fsdp, {"deepspeed_config": ZERO}, DEFAULTS))
     assert (mode_of(after), after["fsdp_shard_size"]) == ("fsdp2", 2)

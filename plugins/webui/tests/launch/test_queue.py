@@ -6,7 +6,7 @@ import pytest
 from smalti import UserError
 from smalti.system import Process
 from smalti_webui.launch.devices import Devices
-from smalti_webui.launch.launches import Launch, progress_of
+from smalti_webui.launch.launches import Launch, end_of, progress_of
 from smalti_webui.launch.queue import Queue
 
 NOTHING = Devices()
@@ -157,3 +157,18 @@ def test_an_id_is_not_a_path(queue):
     for identity in ("../../etc", "1", "", "1-0000000g"):
         with pytest.raises(UserError, match="cannot be a launch"):
             queue.store.find(identity)
+
+
+@pytest.mark.parametrize(
+    ("lines", "message", "failed"),
+    [
+        (["step 1", "smalti: done: trained 5 steps", "  use it       x"], "trained 5 steps", False),
+        (["smalti: ended with exit code 7: stopped on request", "  to resume    x"], "stopped on request", False),
+        (["smalti: ended with exit code 9: rank 1 was killed"], "rank 1 was killed", True),
+        (["smalti: error: no images", "  fix: x"], "no images", True),
+        (["Segmentation fault"], "it ended without a message", True),
+        ([], "it ended without a message", True),
+    ],
+)
+def test_the_log_says_how_a_launch_has_ended(lines, message, failed):
+    assert end_of(lines) == (message, failed)

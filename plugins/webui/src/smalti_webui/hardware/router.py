@@ -184,7 +184,7 @@ def _builder(request: Request, subject: Edited, built: builder.Built) -> dict[st
         "answers": built.answers or {},
         "inherited": inherited,
         "inherited_from": builder.INHERITED,
-        "difference": list(lines)[2:],
+        "difference": [line for line in lines if not line.startswith(("---", "+++", "@@"))],
         "current": current,
         "problems": [builder.as_problem(each) for each in built.problems],
     }
@@ -248,25 +248,28 @@ async def _templates() -> list[Mapping[str, Any]]:
 
 
 @router.post("/{draft}/deepspeed/templates")
-async def templates(request: Request, draft: str, action: Word, name: Word = "", saved: Word = "", text: Text = "") -> Response:
+async def templates(request: Request, draft: str, what: Word, name: Word = "", saved: Word = "", text: Text = "") -> Response:
     """Save, load or remove a template; these are the files of `smalti deepspeed templates`."""
     subject = await edited(request, draft)
-    if action == "load":
-        shown = await run_cli(["deepspeed", "templates", "show", "--", saved], builder.SECONDS)
-        _refuse(shown, "smalti deepspeed templates show", subject)
-        built = await builder.from_text(shown.stdout)
-        context = _builder(request, subject, built)
-        swap_form = built.answers is not None
-        response = partial(request, "hardware/builder-answer.html", swap_text=True, swap_form=swap_form, **context)
+    words = {"load": ["show", "--", saved], "save": ["save", "--force", "--", name, "-"], "remove": ["rm", "--", saved]}
+    if what not in words:
+        raise UserError(f"templates know no action {what!r}", fix="load, save or remove")
+    sent = text if what == "save" else None
+    done = await run_cli(["deepspeed", "templates", *words[what]], builder.SECONDS, input=sent)
+    if what == "load":
+        if done.code:
+            problem = _failure(done, "smalti deepspeed templates", subject)
+            raise UserError(problem.message, fix=problem.fix)
+        loaded = _builder(request, subject, await builder.from_text(done.stdout))
+        swap_form = loaded["built"].answers is not None
+        response = partial(request, "hardware/builder-answer.html", swap_text=True, swap_form=swap_form, **loaded)
         toast(response, f"template {saved} was loaded", "info")
         return response
-    if action == "save":
-        done = await run_cli(["deepspeed", "templates", "save", "--force", "--", name, "-"], builder.SECONDS, input=text)
-    else:
-        done = await run_cli(["deepspeed", "templates", "rm", "--", saved], builder.SECONDS)
-    _refuse(done, f"smalti deepspeed templates {action}", subject)
-    response = partial(request, "hardware/templates.html", draft=subject.draft, templates=await _templates())
-    toast(response, f"template {name} was saved" if action == "save" else f"template {saved} was removed")
+    failed = _failure(done, "smalti deepspeed templates", subject) if done.code else None
+    kept = await _templates()
+    response = partial(request, "hardware/templates.html", draft=subject.draft, templates=kept, problem=failed)
+    if failed is None:
+        toast(response, f"template {name} was saved" if what == "save" else f"template {saved} was removed")
     return response
 
 
@@ -298,9 +301,9 @@ async def apply_plan(request: Request, draft: str, ranks: Annotated[int, Form()]
     rows = [row for size in (view.sizes if view else ()) if size.ranks == ranks for row in size.rows if row.index == index]
     if not rows:
         raise UserError("this plan is not known any more", fix="plan again")
-    subject = await edited(request, draft)
-    row = rows[0]
-    await asyncio.to_thread(subject.set, strategy.changes_for_plan(row.options, subject.values))
+    row, subject = rows[0], await edited(request, draft)
+    defaults = {name: option.default for name, option in subject.schema.options.items()}
+    await asyncio.to_thread(subject.set, strategy.changes_for_plan(row.options, subject.values, defaults))
     response = RedirectResponse(f"/hardware/{draft}#distribution", 303)
     toast(response, f"{row.title} on {ranks} devices was applied to the draft")
     return response
@@ -319,12 +322,6 @@ def _failure(done: Result, command: str, subject: Edited) -> Problem:
     details = " ".join(line.removeprefix("- ") for line in rest if line.startswith("- "))
     text = message.removeprefix("smalti: error: ") or " ".join(rest) or f"{command} ended with exit code {done.code}"
     return Problem(message=f"{text} {details}".strip(), fix=fix)
-
-
-def _refuse(done: Result, command: str, subject: Edited) -> None:
-    if done.code:
-        problem = _failure(done, command, subject)
-        raise UserError(problem.message, fix=problem.fix)
 
 
 def _texts(form: FormData) -> dict[str, str]:

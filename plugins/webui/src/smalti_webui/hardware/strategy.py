@@ -59,9 +59,14 @@ def changes_for(mode: str, values: Mapping[str, object], document: str | None = 
     return changes
 
 
-def changes_for_plan(options: Mapping[str, object], values: Mapping[str, object]) -> dict[str, object]:
-    """The options that make a draft a planned way to train: its own ones, without those of other strategies."""
-    wanted = mode_of(options)
-    others = changes_for(wanted, {**values, **options})
-    sharding = {name: None for name in values if name.startswith("fsdp_") and name != BLOCK_CLASSES}
-    return {**sharding, **others, **options}
+def changes_for_plan(
+    options: Mapping[str, object], values: Mapping[str, object], defaults: Mapping[str, object]
+) -> dict[str, object]:
+    """The options that make a draft a planned way to train: its own ones, without those of other strategies.
+
+    What is a default is removed from the draft.
+    """
+    own = {name: value for name, value in options.items() if value is not None and value != defaults.get(name)}
+    others = changes_for(mode_of(own), {**values, **own})
+    removed = [name for name in values if name in options or (name.startswith("fsdp_") and name != BLOCK_CLASSES)]
+    return {**dict.fromkeys(removed), **others, **own}

@@ -6,6 +6,7 @@ import re
 import shlex
 import shutil
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -13,13 +14,15 @@ from uuid import uuid4
 
 from pydantic import TypeAdapter, ValidationError
 
-from smalti import UserError
+from smalti import ExitCode, UserError
 from smalti.rundir import RunDirectory
 from smalti.system import Process, atomic_write
 from smalti_webui.server.settings import Settings
 
 State = Literal["waiting", "starting", "running", "ended"]
 _ID = re.compile(r"\d{1,20}-[0-9a-f]{8}")
+_END = re.compile(r"smalti: (?P<kind>done|error|ended with exit code (?P<code>\d+)): (?P<message>.*)")
+_STOPPED = (ExitCode.PREEMPTED, ExitCode.STOPPED, ExitCode.INTERRUPTED)
 _TAIL = 20_000
 _LINES = 40
 _KEPT = 200
@@ -145,31 +148,35 @@ class Progress:
 
 def progress_of(store: Store, launch: Launch) -> Progress:
     """Look at the process, the run directory and the log of a launch."""
-    lines = tail(store.log(launch.id))
-    run_id, condition, message = _run_of(launch)
-    alive = launch.process.alive()
-    if alive:
+    lines, run_id = tail(store.log(launch.id)), _run_id_of(launch)
+    if launch.process.alive():
         return Progress(state="running" if run_id else "starting", run_id=run_id, lines=lines)
-    error = next((line for line in reversed(lines) if line.startswith("smalti: error:")), "")
-    failed = condition != "finished" and condition != "stopped"
-    ended = error.removeprefix("smalti: error: ") or message or "it ended without a message"
-    return Progress(state="ended", run_id=run_id, lines=lines, ended=ended, failed=failed)
+    message, failed = end_of(lines)
+    return Progress(state="ended", run_id=run_id, lines=lines, ended=message, failed=failed)
 
 
-def _run_of(launch: Launch) -> tuple[str, str, str]:
-    """Id, condition and message of the run that this launch has started; empty if it has not begun."""
-    path = launch.request.output_dir
-    if path is None:
-        return "", "", ""
-    run = RunDirectory(path)
+def end_of(lines: Sequence[str]) -> tuple[str, bool]:
+    """How a launch has ended by the last lines of its log, and whether it has failed.
+
+    The run directory may have been used by another launch since.
+    """
+    for line in reversed(lines):
+        if match := _END.match(line):
+            code = match["code"]
+            return match["message"] or line, match["kind"] == "error" or (code is not None and int(code) not in _STOPPED)
+    return "it ended without a message", True
+
+
+def _run_id_of(launch: Launch) -> str:
+    """The id of the run that this launch has started; empty if it has not begun."""
+    if launch.request.output_dir is None:
+        return ""
     try:
-        record = run.record()
-        if record is None or record.started is None or record.started < launch.started - 1:
-            return "", "", ""
-        status = run.status()
+        record = RunDirectory(launch.request.output_dir).record()
     except (UserError, OSError):
-        return "", "", ""
-    return record.id, status.condition, status.message
+        return ""
+    begun = record is not None and record.started is not None and record.started >= launch.started - 1
+    return record.id if begun and record is not None else ""
 
 
 def tail(path: Path) -> tuple[str, ...]:

@@ -60,7 +60,7 @@ def _overview(queue: Queue) -> dict[str, Any]:
 async def overview(request: Request) -> HTMLResponse:
     """The queue and the launches."""
     context = await asyncio.to_thread(_overview, queue_of(request))
-    return page(request, "launch/queue.html", title="Queue", here="runs", **context)
+    return page(request, "launch/queue.html", title="Queue", here="launch", **context)
 
 
 @router.get("/list")
@@ -98,7 +98,7 @@ def _started(queue: Queue, identity: str) -> dict[str, Any]:
 async def started(request: Request, identity: str) -> HTMLResponse:
     """A launch: how far it is, and the last lines of its log."""
     context = await asyncio.to_thread(_started, queue_of(request), identity)
-    return page(request, "launch/started.html", title=context["launch"].request.name, here="runs", **context)
+    return page(request, "launch/started.html", title=context["launch"].request.name, here="launch", **context)
 
 
 @router.get("/started/{identity}/progress")
