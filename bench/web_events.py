@@ -51,7 +51,7 @@ def measure() -> list[Result]:
         cases: dict[str, tuple[Callable[[], None], float]] = {
             "stream": (lambda: stream(directory), 1.0),
             "stream over HTTP": (lambda: over_http(settings, server, directory), 3.0),
-            "snapshot": (lambda: snapshot(directory), 4.0),
+            "snapshot": (lambda: snapshot(directory), 3.0),
         }
         results = []
         for name, (ours, goal) in cases.items():

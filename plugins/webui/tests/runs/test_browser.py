@@ -17,6 +17,7 @@ from smalti.rundir import RunDirectory, read_events
 TOY = (
     *("--model_family=toy", "--toy_width=16", "--toy_depth=1", "--toy_heads=1", "--resolution=16", "--mixed_precision=no"),
     *("--caption_strategy=filename", "--use_cpu", "--preflight=off", "--memory_forecast=off"),
+    "--log_interval=10",
 )
 
 
@@ -74,10 +75,11 @@ def test_a_run_is_watched_stopped_and_resumed(shell: RunDirectory, page: Any, se
         page.keyboard.press("Enter")
         expect(page.locator("#toasts")).to_contain_text("Accepted: stopping after step")
         expect(page.locator("[data-condition]")).to_have_attribute("data-condition", "stopped")
-        last = max(event.step or 0 for event in read_events(shell.events_file) if event.kind == "step")
+        steps = [event.step or 0 for event in read_events(shell.events_file) if event.kind == "step"]
+        last = steps[-1]
         expect(chart).to_have_attribute("data-last", str(last))
         counted = page.evaluate("() => fetch(document.getElementById('charts').dataset.series).then((answer) => answer.json())")
-        assert sum(next(each["count"] for each in counted["series"] if each["name"] == "loss")) == last
+        assert sum(next(each["count"] for each in counted["series"] if each["name"] == "loss")) == len(steps)
         # Resumed from the page it continues; a second Ctrl-C ends it without another checkpoint.
         page.get_by_role("button", name="Start again from the latest checkpoint").click()
         expect(page.locator("[data-condition]")).to_have_attribute("data-condition", "running")

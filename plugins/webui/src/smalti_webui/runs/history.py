@@ -6,7 +6,6 @@ import json
 import math
 import threading
 from collections import OrderedDict, deque
-from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ _KEPT = 8
 """Histories that are kept in memory."""
 _MARKERS = 500
 _MESSAGES = 50
-_NOT_SERIES = {"max_steps", "epoch", "samples", "skipped", "time", "node", "rank"}
+_NOT_SERIES = {"type", "t", "step", "max_steps", "epoch", "samples", "skipped", "time", "node", "rank"}
 _NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 TITLES = {
     "loss": "Loss",
@@ -90,8 +89,7 @@ class History:
             case "step":
                 self._step(event, step or 0, float(when))
             case "metric":
-                for name, value in _numbers(event):
-                    self._measure(name, step or 0, float(when), value)
+                self._measure_all(event, step or 0, float(when))
             case "eval":
                 loss = _number(event.get("loss"))
                 if loss is not None:
@@ -113,8 +111,7 @@ class History:
                     self.faults[str(event.get("uuid") or event.get("device") or "")] = event
 
     def _step(self, event: dict[str, Any], step: int, when: float) -> None:
-        for name, value in _numbers(event):
-            self._measure(name, step, when, value)
+        self._measure_all(event, step, when)
         self.last_step = event
         if self.segments and self.segments[-1].phase not in ("training", "saving", "validating", "evaluating"):
             self._begin("training", when)
@@ -146,10 +143,20 @@ class History:
         if len(self.segments) > 4 * _MARKERS:
             del self.segments[1 : 2 * _MARKERS]
 
+    def _measure_all(self, event: dict[str, Any], step: int, when: float) -> None:
+        """Add the numbers of an event to their series."""
+        for name, value in event.items():
+            if name in _NOT_SERIES:
+                continue
+            number = value if type(value) is float else _number(value)  # most are, and this runs for every field of every step
+            if number is not None:
+                self._measure(name, step, when, number)
+
     def _measure(self, name: str, step: int, when: float, value: float) -> None:
-        if name not in self.series:
-            self.series[name] = Series()
-        self.series[name].add(step, when, value)
+        series = self.series.get(name)
+        if series is None:
+            series = self.series[name] = Series()
+        series.add(step, when, value)
 
     def _mark(self, kind: str, step: int | None, when: float, text: str) -> None:
         at = step if step is not None else int(self.last_step.get("step") or 0)
@@ -221,14 +228,6 @@ def parse(line: bytes) -> dict[str, Any]:
     if isinstance(found, dict) and isinstance(found.get("type"), str):
         return found
     return {"type": "malformed", "t": 0.0, "step": None, "line": line.decode("utf-8", "replace")}
-
-
-def _numbers(event: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
-    for name, value in event.items():
-        if name not in ("type", "t", "step") and name not in _NOT_SERIES:
-            found = _number(value)
-            if found is not None:
-                yield name, found
 
 
 def _number(value: object) -> float | None:

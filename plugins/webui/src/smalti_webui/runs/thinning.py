@@ -29,6 +29,21 @@ class Point:
     def mean(self) -> float | None:
         return self.total / self.count if self.count else None
 
+    def measure(self, step: int, time: float, value: float) -> None:
+        """Take in a measurement after those that it has."""
+        self.step, self.time = step, time
+        self.size += 1
+        if not math.isfinite(value):
+            return
+        if not self.count:
+            self.low = self.high = value
+        elif value < self.low:
+            self.low = value
+        elif value > self.high:
+            self.high = value
+        self.total += value
+        self.count += 1
+
     def add(self, other: Point) -> None:
         """Take in the point after this one."""
         if other.count:
@@ -50,16 +65,16 @@ class Series:
 
     def add(self, step: int, time: float, value: float) -> None:
         """Add a measurement. One of an earlier step replaces those from there on: the run was resumed from before them."""
-        self.rewind(step - 1)
-        if math.isfinite(value):
-            new = Point(step, step, time, value, value, value, 1, 1)
-        else:
-            new = Point(step, step, time, math.nan, math.nan, 0.0, 0, 1)
-        if self.points and self.points[-1].size < self._width:
-            self.points[-1].add(new)
+        points = self.points
+        if points and points[-1].step >= step:
+            self.rewind(step - 1)
+        if points and points[-1].size < self._width:
+            points[-1].measure(step, time, value)
             return
-        self.points.append(new)
-        if len(self.points) > 2 * self._limit:
+        new = Point(step, step, time, math.nan, math.nan, 0.0, 0, 0)
+        new.measure(step, time, value)
+        points.append(new)
+        if len(points) > 2 * self._limit:
             self._halve()
 
     def rewind(self, step: int) -> None:
