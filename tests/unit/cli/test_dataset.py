@@ -55,6 +55,14 @@ def test_a_scan_for_machines_is_json(config: Path) -> None:
     assert report["datasets"][0]["quarantined"] == [{"key": "9.png", "reason": "no caption: missing file 9.txt"}]
 
 
+@pytest.mark.parametrize("command", ["scan", "check", "buckets"])
+def test_progress_is_printed_where_there_is_no_terminal_if_it_is_asked_for(config: Path, command: str) -> None:
+    words = (command, "--data_backend_config", config, "--allow_dataset_oversubscription", "--data_error_budget=1", "--json")
+
+    assert run(*words).stderr == ""
+    assert run(*words, "--progress").stderr.endswith("pets: 10 of 10\n")
+
+
 def test_a_scan_writes_into_a_run_directory_only_when_given_one(config: Path, tmp_path: Path) -> None:
     run("scan", "--data_backend_config", config)
     before = sorted(path.name for path in tmp_path.iterdir())

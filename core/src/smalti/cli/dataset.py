@@ -37,6 +37,7 @@ _DEFAULT_ALIGNMENT = 64
 _UNPROCESSED = {"ignore_unknown_options": True, "help_option_names": ["--help"]}
 _ARGUMENTS = click.argument("arguments", metavar="[CONFIG] [--OPTION=VALUE]...", nargs=-1, type=click.UNPROCESSED)
 _JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+_PROGRESS = click.option("--progress", "shows", is_flag=True, help="Print progress also if standard error is no terminal.")
 
 
 @click.group(
@@ -60,14 +61,15 @@ def dataset() -> None:
 )
 @_ARGUMENTS
 @_JSON
-def scan(arguments: tuple[str, ...], as_json: bool) -> None:
+@_PROGRESS
+def scan(arguments: tuple[str, ...], as_json: bool, shows: bool) -> None:
     """List images per dataset, unusable files and the reason. Reads only image headers."""
     config, plugins = _load(arguments)
     catalog = catalog_of(plugins)
     specs, directory = dataset_specs(config, catalog), _directory(config)
     found = [
-        *build_datasets(specs, catalog, directory, _progress()),
-        *build_datasets(specs, catalog, directory, _progress(), kind="eval"),
+        *build_datasets(specs, catalog, directory, _progress(shows)),
+        *build_datasets(specs, catalog, directory, _progress(shows), kind="eval"),
     ]
     if as_json:
         _show({"datasets": [_described(one) for one in found], "traffic": report.traffic(found)})
@@ -96,14 +98,15 @@ def scan(arguments: tuple[str, ...], as_json: bool) -> None:
 )
 @_ARGUMENTS
 @_JSON
-def check(arguments: tuple[str, ...], as_json: bool) -> None:
+@_PROGRESS
+def check(arguments: tuple[str, ...], as_json: bool, shows: bool) -> None:
     """Check that every bucket fills a batch, and count the steps of an epoch.
 
     Takes the same arguments as `smalti train`. Buckets are those of --model_family. Exits with 3 if a bucket is too small.
     """
     config, plugins = _load(arguments)
     alignment, notices = _alignment(config, plugins)
-    data = scan_data(config, plugins, alignment, _directory(config), _progress())
+    data = scan_data(config, plugins, alignment, _directory(config), _progress(shows))
     notices += [*config.notices, *data.notices]
     _show(report.checked(data, notices) if as_json else report.checked_text(data, notices))
 
@@ -114,14 +117,15 @@ def check(arguments: tuple[str, ...], as_json: bool) -> None:
 )
 @_ARGUMENTS
 @_JSON
-def buckets(arguments: tuple[str, ...], as_json: bool) -> None:
+@_PROGRESS
+def buckets(arguments: tuple[str, ...], as_json: bool, shows: bool) -> None:
     """Show how many images have which shape, and what a run does about shapes that are rare.
 
     Takes the same arguments as `smalti train`. `smallest repeats` fills a batch with images of that shape alone.
     """
     config, plugins = _load(arguments)
     alignment, notices = _alignment(config, plugins)
-    data, shape, outcome = scan_buckets(config, plugins, alignment, _directory(config), _progress())
+    data, shape, outcome = scan_buckets(config, plugins, alignment, _directory(config), _progress(shows))
     notices += [*config.notices, *outcome]
     _show(report.buckets(data, shape, notices) if as_json else report.buckets_text(data, shape, notices))
 
@@ -250,19 +254,20 @@ def _directory(config: Config) -> Path | None:
     return output / "data" if output is not None else None
 
 
-def _progress() -> Scan | None:
-    """The progress of a scan, on a terminal."""
+def _progress(shows: bool = False) -> Scan | None:
+    """The progress of a scan, on a terminal or where it `shows` in any case."""
 
     def of(name: str) -> Progress:
         return lambda done, total: click.echo(f"{name}: {done}" + (f" of {total}" if total else ""), err=True)
 
-    return of if sys.stderr.isatty() else None
+    return of if shows or sys.stderr.isatty() else None
 
 
 def _described(one: Dataset) -> dict[str, object]:
     return {
         "id": one.spec.id,
         "location": one.storage.location,
+        "images": len(one.index),
         "usable": len(one.index) - one.index.unusable,
         "quarantined": [{"key": item.key, "reason": item.reason} for item in one.index.quarantined],
         "notices": list(one.notices),

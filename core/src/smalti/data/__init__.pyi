@@ -64,6 +64,7 @@ from .prepared import Dataset as Dataset, PreparedData as PreparedData, build_da
 from .scan.build import Progress as Progress
 from .scan.changes import changes as changes, keep as keep
 from .scan.identity import Identity as Identity, Settings as Settings, first_digest as first_digest
+from .scan.image_headers import EXTENSIONS as EXTENSIONS
 from .sources.archives.row_images import RowImages as RowImages
 from .sources.parquet_files import (
     OpenedParquet as OpenedParquet,
