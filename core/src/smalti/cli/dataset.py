@@ -37,7 +37,7 @@ _DEFAULT_ALIGNMENT = 64
 _UNPROCESSED = {"ignore_unknown_options": True, "help_option_names": ["--help"]}
 _ARGUMENTS = click.argument("arguments", metavar="[CONFIG] [--OPTION=VALUE]...", nargs=-1, type=click.UNPROCESSED)
 _JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-_PROGRESS = click.option("--progress", "shows", is_flag=True, help="Print progress also if standard error is no terminal.")
+_PROGRESS = click.option("--progress", "shows", is_flag=True, help="Print progress to standard error, also without a terminal.")
 
 
 @click.group(

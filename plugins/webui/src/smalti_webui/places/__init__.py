@@ -1,1 +1,1 @@
-"""Datasets, plugins, doctor, maintenance; samples, checkpoints, errors and comparison of runs."""
+"""Pages about what runs need and leave: datasets, samples, checkpoints, errors, comparison, plugins, doctor, caches."""

@@ -1,31 +1,16 @@
-"""The pages of this room: its addresses have no common beginning."""
+"""The addresses of this room."""
 
 from __future__ import annotations
 
 from fastapi import APIRouter
-from starlette.requests import Request
-from starlette.responses import HTMLResponse
 
-from smalti_webui.server.templating import page
+from smalti_webui.places.compare.router import router as compare
+from smalti_webui.places.datasets.router import router as datasets
+from smalti_webui.places.gallery.router import router as gallery
+from smalti_webui.places.installation.router import router as installation
+from smalti_webui.places.job_router import router as jobs
+from smalti_webui.places.outcome.router import router as outcome
 
 router = APIRouter()
-
-
-@router.get("/datasets")
-async def datasets(request: Request) -> HTMLResponse:
-    return page(request, "server/later.html", title="Datasets", command="smalti dataset")
-
-
-@router.get("/plugins")
-async def plugins(request: Request) -> HTMLResponse:
-    return page(request, "server/later.html", title="Plugins", command="smalti plugins")
-
-
-@router.get("/doctor")
-async def doctor(request: Request) -> HTMLResponse:
-    return page(request, "server/later.html", title="Doctor", command="smalti doctor")
-
-
-@router.get("/maintenance")
-async def maintenance(request: Request) -> HTMLResponse:
-    return page(request, "server/later.html", title="Maintenance", command="smalti cache ls")
+for each in (jobs, gallery, outcome, compare, datasets, installation):
+    router.include_router(each)

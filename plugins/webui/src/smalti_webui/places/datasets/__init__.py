@@ -1,0 +1,1 @@
+"""Datasets: what a configuration trains on, its images and captions."""

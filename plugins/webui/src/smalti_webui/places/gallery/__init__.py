@@ -1,0 +1,1 @@
+"""The validation images of a run: prompt by step, thumbnails, settings."""

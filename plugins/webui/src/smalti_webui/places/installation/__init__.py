@@ -1,0 +1,1 @@
+"""This installation: plugins, the checks of smalti doctor, and caches."""

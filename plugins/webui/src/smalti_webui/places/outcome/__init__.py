@@ -1,0 +1,1 @@
+"""What a run left: checkpoints, and how its attempts ended."""

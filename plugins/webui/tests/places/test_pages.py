@@ -1,0 +1,254 @@
+"""The pages of datasets, samples, checkpoints, errors, comparison and caches, as a browser gets them."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from PIL import Image
+from starlette.testclient import TestClient
+
+from smalti import UserError
+from smalti.rundir import RunDirectory
+from smalti_webui.configs.drafts import drafts_of
+from smalti_webui.places.installation.caches import caches_of, confirmed
+from smalti_webui.server.settings import Settings
+
+MakeRun = Callable[..., RunDirectory]
+MARKUP = "<script>alert(1)</script>"
+
+
+@pytest.fixture
+def photos(root: Path) -> Path:
+    """A folder with two images, one of which has a caption, and a file that is no image."""
+    folder = root / "photos"
+    folder.mkdir()
+    for name in ("a", "b"):
+        Image.new("RGB", (64, 48), "teal").save(folder / f"{name}.png")
+    (folder / "a.txt").write_text(f"a face {MARKUP}\n")
+    (folder / "broken.png").write_text("no image")
+    (folder / "broken.txt").write_text("broken\n")
+    return folder
+
+
+@pytest.fixture
+def dataset(client: TestClient, photos: Path) -> str:
+    """The address of the page of these images."""
+    answer = client.post("/datasets/folders", data={"folder": str(photos)}, follow_redirects=False)
+    assert answer.status_code == 303
+    return answer.headers["location"]
+
+
+def _id(run: RunDirectory) -> str:
+    record = run.record()
+    assert record is not None
+    return record.id
+
+
+def _ended(client: TestClient, answer: str) -> str:
+    """The job that an answer shows, once it has ended."""
+    address = re.search(r'id="job-(\w+)"', answer)
+    assert address, answer
+    while "hx-trigger" in answer.partition("</section>")[0]:
+        time.sleep(0.05)
+        answer = client.get(f"/jobs/{address[1]}", headers={"hx-request": "true"}).text
+    return answer
+
+
+# --- datasets -------------------------------------------------------------------------------------------------------
+
+
+def test_a_folder_is_scanned_and_what_is_wrong_is_kept(client: TestClient, dataset: str) -> None:
+    ended = _ended(client, client.post(f"{dataset}/run/scan").text)
+
+    assert "1 usable images, 2 that cannot be used" in ended
+    page = client.get(dataset).text
+    assert "not a readable image" in page
+    assert "missing file b.txt" in page
+    assert MARKUP not in page
+    assert "2 images cannot be used" in page
+
+
+def test_images_are_filtered_by_their_captions_and_names(client: TestClient, dataset: str) -> None:
+    def shown(query: str) -> list[str]:
+        return re.findall(r"<figcaption><code>([^<]+)</code>", client.get(f"{dataset}?{query}").text)
+
+    assert shown("") == ["a.png", "b.png", "broken.png"]
+    assert shown("show=missing") == ["b.png"]
+    assert shown("search=BRO") == ["broken.png"]
+    assert shown("at=99") == ["a.png", "b.png", "broken.png"]
+
+
+def test_a_caption_is_saved_and_undone(client: TestClient, dataset: str, photos: Path) -> None:
+    editor = client.get(f"{dataset}/caption", params={"key": "a.png"}).text
+    version = re.search(r'name="version" value="(\w+)"', editor)
+    assert version
+    saved = client.post(f"{dataset}/caption", data={"key": "a.png", "version": version[1], "text": "a dog"})
+
+    assert (photos / "a.txt").read_text() == "a dog\n"
+    assert "hx-swap-oob" in saved.text
+    client.post(f"{dataset}/caption/undo", data={"key": "a.png"})
+    assert (photos / "a.txt").read_text() == f"a face {MARKUP}\n"
+
+
+def test_a_caption_that_somebody_else_has_changed_is_shown_and_kept(client: TestClient, dataset: str, photos: Path) -> None:
+    (photos / "b.txt").write_text("of somebody else\n")
+
+    answer = client.post(f"{dataset}/caption", data={"key": "b.png", "version": "", "text": "mine"}).text
+
+    assert (photos / "b.txt").read_text() == "of somebody else\n"
+    assert "has changed since it was shown" in answer
+    assert "of somebody else" in answer
+    assert ">mine</textarea>" in answer
+
+
+@pytest.mark.parametrize(
+    "key", ["../secret.png", "/etc/passwd", "a.txt", ".hidden.png", "link.png", "a.png/../../secret.png", ""]
+)
+def test_no_file_outside_of_a_dataset_is_read_or_written(client: TestClient, dataset: str, photos: Path, key: str) -> None:
+    outside = photos.parent.parent / "outside.png"
+    Image.new("RGB", (8, 8)).save(outside)
+    Image.new("RGB", (8, 8)).save(photos.parent / "secret.png")
+    (photos / "link.png").symlink_to(outside)
+
+    for address in (f"{dataset}/image/", f"{dataset}/thumbnail/320/"):
+        assert client.get(address + key.replace("/", "%2F")).status_code in (403, 404, 405, 422)
+    answer = client.post(f"{dataset}/caption", data={"key": key, "version": "", "text": "written"})
+    assert answer.status_code in (403, 404, 422)
+    assert not list(photos.parent.parent.rglob("*secret.txt"))
+    assert not list(photos.parent.parent.rglob("outside.txt"))
+
+
+def test_the_text_file_of_an_image_may_not_lead_out_of_the_roots(client: TestClient, dataset: str, photos: Path) -> None:
+    outside = photos.parent.parent / "outside.txt"
+    outside.write_text("private\n")
+    (photos / "b.txt").symlink_to(outside)
+
+    assert client.get(f"{dataset}/caption", params={"key": "b.png"}).status_code == 403
+    assert "private" not in client.get(dataset).text
+
+
+def test_a_folder_outside_of_the_roots_is_not_added(client: TestClient, tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+
+    assert client.post("/datasets/folders", data={"folder": str(tmp_path / "elsewhere")}).status_code == 403
+
+
+def test_the_datasets_of_runs_are_listed_once_with_all_runs(
+    client: TestClient, make_run: MakeRun, photos: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SMALTI_UI_DATA", "/of/the/server")
+    for name in ("one", "two"):
+        run = make_run(name, samples=(), checkpoints=())
+        run.config_file.write_text(f'model_family = "toy"\ninstance_data_dir = "{photos}"\n')
+    broken = make_run("three", samples=(), checkpoints=())
+    broken.config_file.write_text("instance_data_dir = [\n")
+
+    page = client.get("/datasets").text
+
+    assert page.count('<section class="card dataset"') == 1
+    assert "run one" in page
+    assert "run two" in page
+    assert re.search(r'class="notice warning">.*run three', page, re.DOTALL)
+
+
+# --- runs -----------------------------------------------------------------------------------------------------------
+
+
+def test_samples_show_prompts_as_text_and_only_files_of_the_run(client: TestClient, make_run: MakeRun, root: Path) -> None:
+    run = make_run(prompts=(f"a face {MARKUP}",))
+    (run.samples / "link.png").symlink_to(root.parent / "x.png")
+    Image.new("RGB", (8, 8)).save(root.parent / "x.png")
+    base = f"/runs/{_id(run)}/samples"
+    page = client.get(base).text
+
+    assert MARKUP not in page
+    assert "&lt;script&gt;" in page
+    assert client.get(f"{base}/file/00000010/0.png").headers["content-type"] == "image/png"
+    assert client.get(f"{base}/thumbnail/320/00000010/0.png").headers["content-type"] == "image/webp"
+    assert client.get(f"{base}/settings/00000010/0.png").json()["step"] == "10"
+    for name in ("link.png", "..%2Frun.json", "..%2F..%2Fx.png", "%2Fetc%2Fpasswd", "missing.png", "%00.png"):
+        assert client.get(f"{base}/file/{name}").status_code in (403, 404), name
+
+
+def test_errors_show_the_cause_first_and_escape_it(client: TestClient, make_run: MakeRun) -> None:
+    page = client.get(f"/runs/{_id(make_run(condition='failed', message=MARKUP))}/errors").text
+
+    assert MARKUP not in page
+    assert page.index("ValueError: &lt;script&gt;") < page.index("Traceback")
+
+
+def test_damaged_checkpoints_are_listed_and_verified_by_the_command(client: TestClient, make_run: MakeRun) -> None:
+    run = make_run()
+    page = client.get(f"/runs/{_id(run)}/checkpoints").text
+    assert page.count("not usable") == 2
+
+    ended = _ended(client, client.post(f"/runs/{_id(run)}/checkpoints/verify", data={"name": "step-00000010"}).text)
+    assert "damaged" in ended
+    assert "exit code 1" in ended
+
+
+@pytest.mark.parametrize(
+    ("name", "target"),
+    [("../../x", "export"), ("step-00000010", "/tmp/outside"), ("step-00000010", "relative"), ("step-00000010", ".")],
+)
+def test_an_export_goes_to_a_new_folder_below_the_roots(
+    client: TestClient, make_run: MakeRun, root: Path, name: str, target: str
+) -> None:
+    run = make_run()
+    given = str(root / target) if target in ("export", ".") else target
+
+    answer = client.post(f"/runs/{_id(run)}/checkpoints/export", data={"name": name, "target": given})
+
+    assert answer.status_code in (404, 422)
+    assert 'id="job-' not in answer.text
+
+
+def test_runs_are_compared(client: TestClient, make_run: MakeRun) -> None:
+    one, two = make_run("one"), make_run("two")
+    two.launch_file.write_text('{"values": {"seed": 2}}')
+    one.launch_file.write_text('{"values": {"seed": 1}}')
+
+    page = client.get("/compare", params={"run": [_id(one), _id(two)]}).text
+
+    assert "<code>seed</code>" in page
+    assert page.count("<img ") == 4
+    assert client.get("/compare", params={"run": "none"}).status_code == 404
+    assert "Choose two runs or more" in client.get("/compare").text
+
+
+# --- caches ---------------------------------------------------------------------------------------------------------
+
+
+def test_only_a_cache_that_is_where_it_was_confirmed_is_cleared() -> None:
+    cache = {"name": "fsdp-blocks", "title": "blocks of models", "place": "/cache/blocks.json", "entries": 2, "bytes": 100}
+    encoded = {
+        "name": "latents-a",
+        "kind": "latents",
+        "place": "/run/cache",
+        "entries": 1,
+        "bytes": 9,
+        "packs": 1,
+        "damaged": 0,
+    }
+    rows = caches_of({"caches": [cache], "encodings": [{**encoded, "unreadable": []}]}, used_by=["first"])
+
+    assert confirmed(rows, "fsdp-blocks", "/cache/blocks.json").bytes == 100
+    with pytest.raises(UserError, match="there is no cache"):
+        confirmed(rows, "fsdp-blocks", "/elsewhere")
+    with pytest.raises(UserError, match="a run may be using it: first"):
+        confirmed(rows, "latents-a", "/run/cache")
+
+
+def test_a_checkpoint_is_resumed_from_after_a_dry_run(client: TestClient, make_run: MakeRun, settings: Settings) -> None:
+    run = make_run()
+
+    answer = client.post(f"/runs/{_id(run)}/checkpoints/resume", data={"name": "step-00000010"}, follow_redirects=False)
+
+    assert answer.status_code == 303
+    draft = drafts_of(settings).get(answer.headers["location"].removeprefix("/launch/"))
+    assert draft.values["resume_from_checkpoint"] == "10"
+    assert draft.values["output_dir"] == str(run.path)
