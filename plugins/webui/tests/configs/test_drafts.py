@@ -253,6 +253,15 @@ def test_a_plugin_that_a_draft_disables_takes_its_options_along(client, begin):
     assert 'data-name="fsdp_enable"' not in client.get(address).text
 
 
+def test_families_and_optimizers_of_plugins_are_suggested(client, begin):
+    address = begin()
+    page = client.get(address).text
+    assert '<option value="toy">a small transformer on pixels</option>' in page
+    assert '<option value="adamw">' in page
+    client.post(f"{address}/toml", data={"version": 1, "text": "without = ['toy']\n"})
+    assert '<option value="toy">' not in client.get(address).text
+
+
 def test_recipes_are_the_examples_and_are_accepted(client, begin, root):
     examples = sorted((RECIPES.parents[5] / "examples").glob("*.toml"))
     assert examples

@@ -31,6 +31,7 @@ class Field:
     words: str
     lines: int
     note: str = ""
+    suggestions: tuple[tuple[str, str], ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,12 +47,15 @@ class Section:
 LEVELS: tuple[Level, ...] = ("basic", "advanced", "expert")
 
 
-def sections(found: Checked, pending: Mapping[str, str]) -> list[Section]:
+def sections(
+    found: Checked, pending: Mapping[str, str], suggestions: Mapping[str, tuple[tuple[str, str], ...]] | None = None
+) -> list[Section]:
     """The whole form. A text that is pending is shown in place of the value of the draft."""
+    suggested = suggestions or {}
     made = []
     for group in found.schema.groups:
         options = [option for option in found.schema.options.values() if option.group is group]
-        fields = tuple(_field(option, found, pending.get(option.name)) for option in options)
+        fields = tuple(_field(option, found, pending.get(option.name), suggested.get(option.name, ())) for option in options)
         if fields:
             package = package_of_option(fields[0].name)
             made.append(
@@ -65,7 +69,7 @@ def sections(found: Checked, pending: Mapping[str, str]) -> list[Section]:
     return made
 
 
-def _field(option: Option, found: Checked, pending: str | None) -> Field:
+def _field(option: Option, found: Checked, pending: str | None, suggestions: tuple[tuple[str, str], ...]) -> Field:
     value, default = found.given.get(option.name), default_text(option)
     text = as_text(option, value) if pending is None else pending
     kind = kind_of(option)
@@ -91,6 +95,7 @@ def _field(option: Option, found: Checked, pending: str | None) -> Field:
         words=" ".join((option.name, option.name.replace("_", " "), *option.aliases, option.help, option.group.title)).lower(),
         lines=min(max(text.count("\n") + 1, 3), 16) if multiline else 0,
         note=_note(option, value),
+        suggestions=suggestions,
     )
 
 

@@ -19,6 +19,7 @@ from smalti_webui.configs.finding import find_files
 from smalti_webui.configs.flags import draft_flags
 from smalti_webui.configs.form import LEVELS, sections
 from smalti_webui.configs.paths import path_below
+from smalti_webui.configs.schemas import suggestions_for
 from smalti_webui.runs.lookup import find_run
 from smalti_webui.server.messages import toast
 from smalti_webui.server.templating import page
@@ -108,7 +109,7 @@ def edit(
     """The editor."""
     draft = Draft.load(request.app.state.settings, id)
     found = checked(draft, draft.file)
-    made = sections(found, draft.pending) if view == "form" else []
+    made = sections(found, draft.pending, suggestions_for(draft.file)) if view == "form" else []
     return page(
         request,
         f"configs/{view}.html",

@@ -8,13 +8,32 @@ from pathlib import Path
 
 from smalti import Problem, UserError, problems_in
 from smalti.config import PREFIX, Schema
-from smalti.plugins import Selection, load_plugins, schema_of, selection_of
+from smalti.hookspecs import HookSpecs
+from smalti.plugins import Plugins, Selection, known_families, load_plugins, schema_of, selection_of
 
 
 @lru_cache(maxsize=8)
 def schema_with(selection: Selection) -> Schema:
     """The options of the core and of the plugins that are selected. Plugins that cannot be loaded are left out."""
-    return schema_of(load_plugins(selection, strict=False))
+    return schema_of(_loaded(selection))
+
+
+@lru_cache(maxsize=8)
+def _loaded(selection: Selection) -> Plugins:
+    return load_plugins(selection, strict=False)
+
+
+def suggestions_for(file: Path) -> dict[str, tuple[tuple[str, str], ...]]:
+    """By option, values that plugins have added to those that it accepts, each with a title."""
+    try:
+        plugins = _loaded(selection_of((), file, os.environ))
+    except UserError:
+        plugins = _loaded(Selection())
+    optimizers = plugins.gather(HookSpecs.register_optimizers)
+    return {
+        "model_family": tuple((name, entry.title) for name, entry in known_families(plugins).items()),
+        "optimizer": tuple((entry.name, "") for entry in optimizers),
+    }
 
 
 def schema_for(file: Path) -> tuple[Schema, list[Problem]]:
