@@ -77,7 +77,8 @@ def import_(request: Request, files: list[UploadFile], model_family: Word = "", 
         raise UserError("no file given", fix="choose files of one trainer, or write the path of one")
     made = starting.from_import(store, paths, model_family.strip())
     response = RedirectResponse(f"/configs/{made.id}?view=toml", 303)
-    toast(response, f"{', '.join(each.name for each in paths)} imported; what was not converted stands at the end")
+    rest = "; what was not converted stands at the end" if "# Not converted:" in made.text else ""
+    toast(response, f"{', '.join(each.name for each in paths)} imported{rest}", "warning" if rest else "success")
     return response
 
 
