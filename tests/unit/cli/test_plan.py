@@ -2,14 +2,17 @@
 
 import json
 import re
+import shlex
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
 
+from smalti.cli.arguments import CommandLine
 from smalti.cli.entry import smalti
 from smalti.errors import UserError
 from smalti.parallel import device_models
+from smalti.plugins import choose_distributed, load_plugins
 
 TOY = ("--model_family=toy", "--output_dir=out", "--resolution=32", "--train_batch_size=4", "--max_train_steps=1")
 
@@ -36,6 +39,27 @@ def test_the_best_way_is_first_and_its_options_are_given():
         assert f"--num_processes={ranks}" in ways[0]["flags"]
     assert {way["strategy"] for way in found["ranks"]["2"]} >= {"ddp", "fsdp2", "zero-3"}
     assert found["configured"]["strategy"] == "single"
+
+
+def test_a_configuration_for_fewer_devices_is_planned_with_a_larger_batch():
+    result = planned("--gpu=l4", "--gpus=8", "--json")
+    found = json.loads(result.output)
+    assert {way["effective_batch"] for way in found["ranks"]["8"]} == {8}
+    assert "planned for an effective batch of 8 instead" in found["notices"]
+    assert found["configured"] is None
+
+
+def test_flags_of_each_way_switch_off_what_the_configuration_has_chosen():
+    document = '{"zero_optimization": {"stage": 2}, "train_batch_size": 4, "gradient_clipping": 1.0}'
+    for chosen in (["--fsdp_enable", "--fsdp_activation_checkpointing"], [f"--deepspeed_config={document}"]):
+        found = json.loads(planned("--gpu=l4", "--num_processes=2", "--train_batch_size=2", *chosen, "--json").output)
+        assert found["configured"]["strategy"] == ("fsdp2" if "--fsdp_enable" in chosen else "zero-2")
+        for way in found["ranks"]["2"]:
+            own = [word for word in chosen if word.startswith(("--fsdp", "--deepspeed"))]
+            words = [word for word in shlex.split(way["flags"]) if not word.startswith("--fsdp_shard_size")]
+            config = CommandLine.parse([*TOY, *own, *words]).config()
+            name = choose_distributed(config, load_plugins()).origin.plugin
+            assert way["strategy"].startswith({"ddp": "ddp", "fsdp2": "fsdp2", "deepspeed": "zero"}[name])
 
 
 def test_the_keys_of_json_are_those_of_the_documentation():

@@ -117,8 +117,10 @@ def _rank(choice: Choice) -> tuple[int, float]:
 def configured(found: Sequence[Choice], config: Config, plugin: str) -> Choice | None:
     """The way that the options of a configuration ask for; `plugin` is that of its strategy. None if it is not among them."""
 
-    def differences(choice: Choice) -> int:
-        return sum(name in config.schema.options and config.value(name) != value for name, value in choice.options.items())
+    def differences(choice: Choice) -> tuple[bool, int]:
+        options = choice.options.items()
+        count = sum(name in config.schema.options and config.value(name) != value for name, value in options)
+        return not choice.strategy.is_configured, count
 
     of_plugin = [each for each in found if each.strategy.origin.plugin == plugin]
     nearest = min(of_plugin, key=differences, default=None)

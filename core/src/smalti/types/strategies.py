@@ -36,7 +36,8 @@ class Strategy(Registered):
     """A way to spread a run over its ranks, with what it takes on each of them.
 
     `options` select it: values of options, None for those that it needs unset. `recompute` has, for each mode that it
-    supports, the options that select that mode. `context` is that of the strategy's `DistributedPlan`.
+    supports, the options that select that mode. `is_configured`: the configuration asks for it already, whatever the values of
+    these options; else smalti compares them. `context` is that of the strategy's `DistributedPlan`.
 
     `divided` says over how many ranks each part is divided; 1, or a part that is not named, is a whole copy on each rank.
     `frozen` is the same for parameters that do not train. `bytes` are per parameter that trains, before it is divided.
@@ -55,6 +56,7 @@ class Strategy(Registered):
 
     kind: ClassVar[str] = "the strategy"
     options: Mapping[str, object]
+    is_configured: bool = False
     recompute: Mapping[Recompute, Mapping[str, object]] = field(default_factory=lambda: {"none": {}})
     divided: Mapping[Part, int] = field(default_factory=dict)
     frozen: int = 1

@@ -8,8 +8,11 @@ from typing import Literal
 
 from smalti import Communication, Config, Part, Recompute, Strategy, World
 from smalti.parallel import in_bf16
-from smalti_deepspeed.config import BUCKET, SMALL
+from smalti_deepspeed.config import BUCKET, SMALL, given
+from smalti_deepspeed.options import enabled
+from smalti_deepspeed.parsing import Document, section
 
+_BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 _RECOMPUTE: Mapping[Recompute, Mapping[str, object]] = {
     "none": {"gradient_checkpointing": False},
     "full": {"gradient_checkpointing": True},
@@ -23,17 +26,32 @@ _OPERATIONS_3: Mapping[Literal["step", "micro-batch"], float] = {"step": 45, "mi
 def proposals(config: Config, world: World) -> list[Strategy]:
     """ZeRO 1 to 3 over all ranks, and 2 and 3 with the optimizer offloaded."""
     item = 2 if in_bf16(config, world.device.partition(":")[0]) else 4
-    found = [_zero(stage, world, item, offload=False) for stage in (1, 2, 3)]
+    own = given(config) if enabled(config) else {}
+    found = [_zero(stage, world, item, own, offload=False) for stage in (1, 2, 3)]
     if world.device.startswith("cpu"):
         return found if world.size > 1 else []
-    offloaded = [_zero(stage, world, item, offload=True) for stage in (2, 3)]
+    offloaded = [_zero(stage, world, item, own, offload=True) for stage in (2, 3)]
     return [*found, *offloaded] if world.size > 1 else offloaded[:1]
 
 
-def _zero(stage: int, world: World, item: int, *, offload: bool) -> Strategy:
-    document: dict[str, object] = {"zero_optimization": {"stage": stage}}
+def _document(own: Document, stage: int, *, offload: bool) -> tuple[dict[str, object], bool]:
+    """The user's own configuration with this kind of ZeRO in it, and whether that is what it asks for already.
+
+    Without the sizes of batches, which differ between plans.
+    """
+    document = {key: value for key, value in own.items() if key not in _BATCH}
+    zero = section(own, "zero_optimization")
+    device = section(zero, "offload_optimizer").get("device")
+    if zero and zero.get("stage", 0) == stage and (device in ("cpu", "nvme")) == offload:
+        return document, True
+    made: dict[str, object] = {"stage": stage}
     if offload:
-        document = {"zero_optimization": {"stage": stage, "offload_optimizer": {"device": "cpu", "pin_memory": True}}}
+        made["offload_optimizer"] = {"device": "cpu", "pin_memory": True}
+    return {**document, "zero_optimization": made}, False
+
+
+def _zero(stage: int, world: World, item: int, own: Document, *, offload: bool) -> Strategy:
+    document, is_configured = _document(own, stage, offload=offload)
     size = world.size
     divided: Mapping[Part, int] = {
         "weights": size if stage == 3 else 1,
@@ -46,6 +64,7 @@ def _zero(stage: int, world: World, item: int, *, offload: bool) -> Strategy:
         name=f"zero-{stage}{'-offload' if offload else ''}",
         title=f"ZeRO {stage}{', optimizer offloaded' if offload else ''}",
         options={"deepspeed_config": json.dumps(document)},
+        is_configured=is_configured,
         recompute=_RECOMPUTE,
         divided=divided,
         frozen=size if stage == 3 else 1,

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 
 import click
 
@@ -44,6 +46,8 @@ from smalti.types import World
 
 _SHOWN = 8
 _MOST = 65_536
+_LARGER = 4
+"""Times the configured effective batch, or the number of devices, that is planned for where that cannot be divided."""
 
 
 @click.command(
@@ -145,16 +149,23 @@ def _compared(
     efficiencies = (FAST, SLOW) if calibration is None else calibration.efficiencies(device, run.products)
     found: dict[int, list[Choice]] = {}
     refused: list[UserError] = []
-    for size in sizes:
+
+    def compare(run: RunFacts, size: int) -> list[Choice]:
         world = World(size=size, local_size=min(size, nodes_of), device=device.kind)
-        strategies = strategies_for(config, plugins, world)
+        return choices(model, run, strategies_for(config, plugins, world), device, world, efficiencies)
+
+    for size in sizes:
         try:
-            found[size] = choices(model, run, strategies, device, world, efficiencies)
+            found[size] = compare(run, size)
         except UserError as error:
             refused.append(error)
-    if not found:
-        raise refused[0]
     notices = [*run.notices, *(each.message for each in refused)]
+    if not found:  # a configuration for fewer devices than it is planned for
+        larger = replace(run, effective_batch=math.lcm(run.effective_batch, *sizes))
+        if larger.effective_batch > max(sizes[-1], run.effective_batch) * _LARGER:
+            raise refused[0]
+        found = {size: compare(larger, size) for size in sizes}
+        notices.append(f"planned for an effective batch of {larger.effective_batch} instead")
     sample = model.sample
     texts = f" and texts of {sample.text_tokens} tokens" if sample.text_tokens else ""
     notices.append(f"counted for {sample.width}x{sample.height} pixels{texts} ({sample.source}); times are ranges, to compare")
@@ -165,7 +176,7 @@ def _show(
     device: DeviceModel, size: int, found: Sequence[Choice], run: RunFacts, own: Choice | None, *, everything: bool
 ) -> None:
     """The best ways on `size` devices, one of each strategy at least, and the one that is configured."""
-    click.echo(f"\n{size} x {device.title}, effective batch {run.effective_batch}")
+    click.echo(f"\n{size} x {device.title}, effective batch {found[0].effective_batch}")
     shown = list(found) if everything else _best(found)
     if own is not None and own not in shown:
         shown = [each for each in found if each in shown or each is own]
