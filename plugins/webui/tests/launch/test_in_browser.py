@@ -31,11 +31,3 @@ def test_a_run_is_checked_started_from_the_page_and_outlives_the_server(page, se
     run = RunDirectory(root / "runs" / "tiny")
     assert (run.status().condition, run.latest("step").step) == ("finished", 3)
     assert "trained 3 steps" in Store(served.settings).log(launch.id).read_text()
-
-
-def test_a_configuration_with_problems_cannot_be_started(page, served, draft_in):
-    draft = draft_in(served.settings, 'model_family = "toy"\nresolution = "x"\n')
-    page.goto(f"/launch/{draft.id}")
-    page.get_by_text("resolution cannot be 'x'").wait_for(timeout=60_000)
-    assert page.get_by_role("button", name="Start now").is_disabled()
-    assert page.get_by_role("button", name="Add to the queue").is_disabled()

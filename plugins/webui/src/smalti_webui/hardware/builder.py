@@ -6,6 +6,7 @@ import asyncio
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 
 import click
 
@@ -54,6 +55,8 @@ INHERITED: Mapping[str, str] = {
 """The option of the run that decides what the form leaves open."""
 
 Document = dict[str, object]
+_KEPT = 100
+_built: dict[tuple[str, ...], Result] = {}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,7 +91,8 @@ class Built:
     """Options of the run that the JSON decides, as {"value", "key"}."""
 
 
-def form_fields() -> list[FormField]:
+@cache
+def form_fields() -> tuple[FormField, ...]:
     """The choices, from the options of `smalti deepspeed build`. Raises UserError if the plugin is missing."""
     plugins = load_plugins(strict=False)
     commands = click.Group()
@@ -104,7 +108,7 @@ def form_fields() -> list[FormField]:
             choices = tuple(wanted.split("|")) if "|" in wanted else ()
             text = (each.help or "").partition(" [")[0]
             found.append(FormField(name=each.name, label=_LABELS[each.name], help=text, choices=choices))
-    return found
+    return tuple(found)
 
 
 async def from_form(answers: Mapping[str, str], current: str = "") -> Built:
@@ -175,7 +179,16 @@ def one_line(document: Mapping[str, object]) -> str:
 
 
 async def _build(answers: Mapping[str, str]) -> Result:
-    return await run_cli(["deepspeed", "build", *(f"--{name}={value}" for name, value in answers.items())], SECONDS)
+    """The answer of the command line, which is always the same for the same choices."""
+    flags = tuple(f"--{name}={value}" for name, value in sorted(answers.items()))
+    if flags not in _built:
+        while len(_built) >= _KEPT:
+            _built.pop(next(iter(_built)))
+        done = await run_cli(["deepspeed", "build", *flags], SECONDS)
+        if done.json is None:
+            return done
+        _built[flags] = done
+    return _built[flags]
 
 
 def _refusals(result: Result) -> Sequence[LineProblem]:
