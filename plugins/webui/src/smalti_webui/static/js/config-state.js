@@ -38,6 +38,7 @@ function show(next) {
   const saved = byId("saved");
   saved.textContent = state.saved ? "saved" : "draft, stored";
   saved.className = `pill ${state.saved ? "success" : "neutral"}`;
+  for (const each of document.querySelectorAll("#editor [name=version]")) each.value = state.version;
   const problems = [...(state.broken ? [{ message: state.broken, fix: "", option: "", where: "TOML" }] : []), ...state.problems];
   list("problems", problems.map(problem), "problem");
   if (!problems.length) byId("problems").append(element("li", state.checked ? "No problem found." : "None in the options.", "good"));
@@ -154,11 +155,11 @@ byId("check").addEventListener("click", async ({ currentTarget: button }) => {
   button.focus();
 });
 
-for (const id of ["save", "launch"]) {
-  byId(id).addEventListener("click", async (event) => {
+for (const each of document.querySelectorAll(".heading .actions a")) {
+  each.addEventListener("click", async (event) => {
     event.preventDefault();
     await stored();
-    location.assign(event.target.closest("a").href);
+    location.assign(each.href);
   });
 }
 document.addEventListener("keydown", (event) => {
