@@ -97,3 +97,29 @@ def test_the_small_curve_of_a_long_run_reads_little_of_it(tmp_path: Path) -> Non
     assert found == sorted(found)
     assert found[0][0] < 100
     assert found[-1][0] == 20000
+
+
+def test_the_seconds_of_phases_within_training_are_those_of_the_run() -> None:
+    """A phase that continues after one within it is reported with its first beginning."""
+    history = History()
+
+    def add(kind: str, t: float, **fields: object) -> None:
+        history.add({"type": kind, "t": t, "step": None, **fields})
+
+    add("state", 100.0, state="starting")
+    add("phase", 101.0, phase="encoding", begun=100.5)
+    add("state", 110.0, state="running", step=0)
+    add("phase", 110.5, phase="training", begun=110.0)
+    add("step", 120.0, step=1, seconds=10.0, loss=1.0)
+    add("phase", 121.0, phase="validating", begun=120.0)
+    add("step", 121.5, step=1, seconds=9.0, loss=1.0)  # reported late: the step ended before the validation began
+    add("phase", 130.0, phase="training", begun=110.0)
+    add("step", 140.0, step=2, seconds=10.0, loss=1.0)
+    add("phase", 141.0, phase="saving", begun=140.0)
+    add("step", 155.0, step=3, seconds=10.0, loss=1.0)  # the next phase was not reported
+    add("state", 156.0, state="finished", step=3)
+    spent: dict[str, float] = {}
+    for segment in history.segments:
+        assert segment.end is not None
+        spent[segment.phase] = spent.get(segment.phase, 0.0) + segment.end - segment.begin
+    assert spent == {"starting": 0.5, "encoding": 9.5, "training": 31.0, "validating": 10.0, "saving": 5.0}

@@ -9,6 +9,8 @@ from typing import Any
 from starlette.testclient import TestClient
 
 from smalti.rundir import EventWriter, RunDirectory
+from smalti.system import Process
+from smalti_webui.launch.launches import Launch, Store
 from smalti_webui.runs.actions import resume_problem
 from smalti_webui.runs.index import FoundRun
 from smalti_webui.runs.log import Filter, last_lines
@@ -118,3 +120,17 @@ def test_runs_that_the_page_cannot_resume_say_why(make_run: Any, root: Any) -> N
     assert "another folder" in problem()
     run.config_file.unlink()
     assert "no config.toml" in problem(output_dir="one")
+
+
+def test_the_output_of_a_launch_by_the_page_is_shown(make_run: Any, client: TestClient, settings: Any, root: Any) -> None:
+    run = make_run("run")
+    address = f"/runs/{id_of(run)}/log"
+    assert client.get(f"{address}/console").status_code == 404
+    assert "Console output" not in client.get(address).text
+    store = Store(settings)
+    for output_dir, text in ((run.path, "step 7 <b>"), (root / "other", "of another run")):
+        request = store.new(name="run", text="", folder=root, output_dir=output_dir, gpus=0)
+        store.write(Launch(request=request, process=Process.current(), started=0.0))
+        store.log(request.id).write_text(text)
+    assert client.get(f"{address}/console").text == "step 7 <b>"
+    assert "Console output" in client.get(address).text

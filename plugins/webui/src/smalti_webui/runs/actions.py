@@ -11,6 +11,7 @@ from pathlib import Path
 
 from smalti import UserError
 from smalti.rundir import RequestKind, RunDirectory
+from smalti_webui.launch.launches import Store
 from smalti_webui.runs.index import FoundRun
 from smalti_webui.server.messages import Level
 from smalti_webui.server.processes import start_detached
@@ -84,6 +85,18 @@ def resume(run: FoundRun, settings: Settings) -> int:
 def resume_log(run: FoundRun, settings: Settings) -> Path:
     """Where the output of a run goes that was resumed from the page."""
     return settings.data / "logs" / f"{run.id}.log"
+
+
+def console_log(run: FoundRun, settings: Settings) -> Path | None:
+    """The output of the latest launch of a run by the page; None if the page has not launched it."""
+    store = Store(settings)
+    launched = [store.log(launch.id) for launch in store.all() if _is(launch.request.output_dir, run.path)]
+    found = [path for path in (resume_log(run, settings), *launched) if path.is_file()]
+    return max(found, key=lambda path: path.stat().st_mtime, default=None)
+
+
+def _is(path: Path | None, other: Path) -> bool:
+    return path is not None and path.resolve() == other.resolve()
 
 
 def launched_values(directory: RunDirectory) -> dict[str, object]:

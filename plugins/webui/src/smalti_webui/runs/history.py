@@ -113,8 +113,10 @@ class History:
     def _step(self, event: dict[str, Any], step: int, when: float) -> None:
         self._measure_all(event, step, when)
         self.last_step = event
-        if self.segments and self.segments[-1].phase not in ("training", "saving", "validating", "evaluating"):
-            self._begin("training", when)
+        if self.segments and self.segments[-1].phase != "training":
+            begun = when - (_number(event.get("seconds")) or 0.0)
+            if begun >= self.segments[-1].begin:  # otherwise the phase has begun since, and the step is reported late
+                self._begin("training", begun)
 
     def _state(self, event: dict[str, Any], step: int | None, when: float) -> None:
         state = event.get("state")
@@ -134,7 +136,9 @@ class History:
     def _enter(self, phase: str, event: dict[str, Any], when: float) -> None:
         begun = _number(event.get("begun"))
         if self.segments and self.segments[-1].phase != phase:
-            self._begin(phase, when if begun is None else min(when, max(begun, self.segments[-1].begin)))
+            # A phase that began before the one within it continues: its end is not reported, but it is not later than this.
+            known = begun is not None and self.segments[-1].begin <= begun <= when
+            self._begin(phase, begun if known and begun is not None else when)
 
     def _begin(self, phase: str, when: float) -> None:
         if self.segments and self.segments[-1].end is None:

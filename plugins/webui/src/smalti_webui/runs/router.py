@@ -97,8 +97,8 @@ def metrics(request: Request, run_id: str) -> HTMLResponse:
     followed = histories_of(request).of(run.directory)
     with followed.lock:
         names = [(name, TITLES.get(name, name)) for name in followed.history.names()]
-        table = _table_twin(followed.history)
-    return run_page(request, run_id, "metrics", "runs/metrics.html", names=names, table=table)
+        table, markers = _table_twin(followed.history), list(followed.history.markers)[::-1][:100]
+    return run_page(request, run_id, "metrics", "runs/metrics.html", names=names, table=table, markers=markers)
 
 
 @router.get("/{run_id}/series")
@@ -182,7 +182,7 @@ def _log(request: Request, run_id: str, wanted: log.Filter) -> dict[str, Any]:
         "more": more,
         "wanted": wanted,
         "levels": log.LEVELS,
-        "console": actions.resume_log(run, request.app.state.settings),
+        "console": actions.console_log(run, request.app.state.settings),
     }
 
 
@@ -195,10 +195,10 @@ def log_download(request: Request, run_id: str) -> Response:
 
 @router.get("/{run_id}/log/console")
 def console_log(request: Request, run_id: str) -> Response:
-    """The output of the run, if it was resumed from the page."""
-    file = actions.resume_log(find_run(request, run_id), request.app.state.settings)
-    if not file.is_file():
-        raise HTTPException(404, "the run was not resumed from this page")
+    """The output of the latest launch of the run by the page."""
+    file = actions.console_log(find_run(request, run_id), request.app.state.settings)
+    if file is None:
+        raise HTTPException(404, "the run was not started from this page")
     with file.open("rb") as output:
         output.seek(max(0, file.stat().st_size - _CONSOLE))
         return PlainTextResponse(output.read().decode("utf-8", "replace"))
