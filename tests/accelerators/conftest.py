@@ -42,18 +42,18 @@ def images(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="session")
 def rehearsed(images, tmp_path_factory):
-    """rehearsed(*flags, rank=1, ranks=8, **options) -> what `rehearse` saw of a run of the toy family with these options.
+    """rehearsed(*flags, rank=1, ranks=8, saves=True, **options) -> what `rehearse` saw of a run with these options.
 
-    `module` runs in the process that brings the devices.
+    Of the toy family, if they name no other. `module` runs in the process that brings the devices.
     """
 
-    def run(*flags: str, rank: int = 1, ranks: int = 8, module: str = "accelerators", **options):
+    def run(*flags: str, rank: int = 1, ranks: int = 8, saves: bool = True, module: str = "accelerators", **options):
         directory = tmp_path_factory.mktemp("run") / "run"
         values = {**COMMON, "instance_data_dir": images, "output_dir": directory, "num_processes": ranks}
         words = as_words(values | (options if "model_family" in options else TOY | options), flags)
         imports = PIPELINE_MODULES if "model_family" in options else ()
         with forked_processes(ranks=1, group=False, module=module, imports=imports) as process:
-            return process.run(rehearse, words, rank=rank, ranks=ranks)[0]
+            return process.run(rehearse, words, rank=rank, ranks=ranks, saves=saves)[0]
 
     return run
 
@@ -84,10 +84,13 @@ def pipeline(images, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def seen(request, rehearsed):
-    """What was seen of a run of the module's `RUNS`, by name; each is rehearsed once. `family` is one of diffusers'."""
+    """What was seen of a run of the module's `RUNS`, by name; each is rehearsed once.
+
+    `family` is one of diffusers'. Its saves are those of any model, which the toy family shows in less time.
+    """
     options = dict(request.module.RUNS[request.param])
     if "family" in options:
-        options |= request.getfixturevalue("pipeline")(options.pop("family"))
+        options |= {"saves": False, **request.getfixturevalue("pipeline")(options.pop("family"))}
     return rehearsed(*options.pop("flags", ()), **options)
 
 

@@ -53,8 +53,8 @@ class Rehearsal:
         return dict(self.phases[name].waits)
 
 
-def rehearse(words: Sequence[str], *, rank: int = 1, ranks: int = 8) -> Rehearsal:
-    """Run `smalti train WORDS` as this rank of so many: steps, saves beside more steps, evaluation, sampling, resuming."""
+def rehearse(words: Sequence[str], *, rank: int = 1, ranks: int = 8, saves: bool = True) -> Rehearsal:
+    """Run `smalti train WORDS` as this rank of that many: steps, saves beside more steps, evaluation, sampling, resuming."""
     import torch
 
     from accelerators import cluster
@@ -69,7 +69,7 @@ def rehearse(words: Sequence[str], *, rank: int = 1, ranks: int = 8) -> Rehearsa
     with ExitStack() as closing:
         run = _built(words, watch, closing)
         with watch:
-            _go_through(run, seen, watch)
+            _go_through(run, seen, watch, saves=saves)
     seen.groups = [{name: str(value) for name, value in group.items()} for group in cluster.groups]
     seen.messages = cluster.messages
     return _judged(seen, watch)
@@ -172,7 +172,7 @@ def _real_span(cls, elements, whole, begin):
     return span
 
 
-def _go_through(run, seen, watch) -> None:
+def _go_through(run, seen, watch, *, saves: bool) -> None:
     import torch
 
     import smalti.checkpoint.planning
@@ -221,15 +221,16 @@ def _go_through(run, seen, watch) -> None:
     seen.parameters = {str(parameter.device) for parameter in run.model.parameters()}
     seen.averages = {str(tensor.device) for tensor in run.ema.shadows.values()} if run.ema is not None else set()
     seen.state = _places(run.optimizer)
-    with _phase(seen, "save", watch, home):
-        save(run, last=False)
-        run.saver.wait()  # so that no step makes the host wait meanwhile, which would order what is not
-        poll_save(run, finish=True)
-    with _phase(seen, "save beside a step", watch, home):
-        save(run, last=False)
-        step()
-        run.saver.wait()
-        poll_save(run, finish=True)
+    if saves:
+        with _phase(seen, "save", watch, home):
+            save(run, last=False)
+            run.saver.wait()  # so that no step makes the host wait meanwhile, which would order what is not
+            poll_save(run, finish=True)
+        with _phase(seen, "save beside a step", watch, home):
+            save(run, last=False)
+            step()
+            run.saver.wait()
+            poll_save(run, finish=True)
     if run.held_out is not None:
         with _phase(seen, "evaluate", watch, home):
             evaluate(run)

@@ -33,6 +33,7 @@ class Staging:
         if self._stream is not None:
             self._stream.wait_stream(torch.accelerator.current_stream())
 
+    @torch.no_grad()  # without gradients, to_local returns the part itself and no view, which takes less time
     def copy(self, snapshot: Snapshot, communicator: Communicator) -> Snapshot:
         """Returns the snapshot in host memory, valid until the next call. *Collective*.
 
@@ -40,33 +41,37 @@ class Staging:
         """
         tensors = snapshot.tensors()
         mine = plan_on_all_ranks(communicator, tensors).mine
-        self._allocate({name: tensor.detach() for name, tensor in tensors.items() if name in mine})
+        written = {name: tensor.detach() for name, tensor in tensors.items() if name in mine}
+        parts = {name: _local(tensor) for name, tensor in written.items()}
+        self._allocate(written, parts)
         with self._stream or nullcontext():
             for name, buffer in self._buffers.items():
-                _local(buffer).copy_(_local(tensors[name]), non_blocking=self._stream is not None)
+                _local(buffer).copy_(parts[name], non_blocking=self._stream is not None)
         if self._stream is not None:
             self._stream.synchronize()
         other = {name: torch.empty_like(tensor, device="meta") for name, tensor in tensors.items() if name not in mine}
         return snapshot.replaced({**self._buffers, **other})
 
-    def _allocate(self, tensors: Mapping[str, Tensor]) -> None:
-        """Allocate a buffer for each tensor, or reuse those of the previous save if the tensors are alike."""
-        layout = {name: (tensor.dtype, _local(tensor).shape, tensor.device) for name, tensor in tensors.items()}
+    def _allocate(self, tensors: Mapping[str, Tensor], parts: Mapping[str, Tensor]) -> None:
+        """Allocate a buffer for each tensor, or reuse those of the previous save if the tensors are alike.
+
+        `parts` is what this rank holds of each.
+        """
+        layout = {name: (part.dtype, part.shape, tensors[name].device) for name, part in parts.items()}
         if layout == self._layout:
             return
         self._layout, self._buffers = {}, {}
         if self._arena is not None:
             self._arena.release()
-        on_device = [_local(tensor) for tensor in tensors.values() if tensor.device.type != "cpu"]
+        on_device = [part for name, part in parts.items() if tensors[name].device.type != "cpu"]
         self._arena = Arena([tensor.nbytes for tensor in on_device], on_device[0].device.type) if on_device else None
         self._buffers = {name: self._buffer(tensor) for name, tensor in tensors.items()}
         self._layout = layout
 
-    @torch.no_grad()
     def _buffer(self, like: Tensor) -> Tensor:
         buffer = torch.empty_like(like, device="cpu", requires_grad=False)
         if self._arena is not None and like.device.type != "cpu":
-            # The pages of its own memory were not touched yet. Without gradients, to_local returns the part itself and no view.
+            # The pages of its own memory were not touched yet.
             local = buffer.to_local() if isinstance(buffer, DTensor) else buffer
             memory = self._arena.take(local.shape, local.dtype)
             local.set_(memory.as_strided(local.shape, local.stride()))  # type: ignore[call-overload]
@@ -81,4 +86,4 @@ def frozen(snapshot: Snapshot, names: Collection[str]) -> Snapshot:
 
 
 def _local(tensor: Tensor) -> Tensor:
-    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
