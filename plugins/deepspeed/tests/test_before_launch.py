@@ -372,3 +372,15 @@ def test_keys_of_an_accelerate_yaml_without_effect_are_told(tmp_path):
         "deepspeed_config.zero3_init_flag",
         "deepspeed_config.deepspeed_multinode_launcher",
     ]
+
+
+def test_the_checks_import_no_torch():
+    flags = [f"--deepspeed_config={json.dumps(ZERO2)}", "--plugins=deepspeed,toy"]
+    code = f"""
+import sys
+from smalti.cli import CommandLine
+from smalti.plugins import plugin_problems
+command = CommandLine.parse({flags})
+plugin_problems(command.draft(), command.plugins)
+assert "torch" not in sys.modules"""
+    assert subprocess.run([sys.executable, "-c", code], timeout=120).returncode == 0

@@ -11,9 +11,9 @@ from collections.abc import Iterator
 from ctypes.util import find_library
 
 from smalti import Config, Problem
-from smalti.config import LaunchOptions, OptimizerOptions, TrainingOptions, cuda_graph_problem
+from smalti.config import DataOptions, LaunchOptions, OptimizerOptions, TrainingOptions, cuda_graph_problem
 from smalti.parallel import is_rocm
-from smalti_deepspeed.config import given, offload_folders, resolved
+from smalti_deepspeed.config import given, offload_folders, zero_settings
 from smalti_deepspeed.optimizers import ENTRIES, ON_CPU, deepspeed_name, needs_accelerator, refusal, smalti_name
 from smalti_deepspeed.options import enabled
 from smalti_deepspeed.parsing import is_open, place, section
@@ -54,12 +54,12 @@ def _batch(config: Config) -> Iterator[Problem]:
     """DeepSpeed's `train_batch_size` is that of all ranks, smalti's that of one: only the first can contradict the rest."""
     wanted = given(config).get("train_batch_size")
     ranks = config[LaunchOptions].num_processes
-    document = resolved(config, world_size=ranks)
-    micro, steps = document["train_micro_batch_size_per_gpu"], document["gradient_accumulation_steps"]
-    if is_open(wanted) or wanted == document["train_batch_size"]:
+    micro, steps = config[DataOptions].train_batch_size, config[TrainingOptions].gradient_accumulation_steps
+    whole = micro * steps * ranks
+    if is_open(wanted) or wanted == whole:
         return
     parts = f"train_batch_size={micro} x num_processes={ranks} x gradient_accumulation_steps={steps}"
-    message = f"train_batch_size is {wanted!r} in deepspeed_config, and {parts} make {document['train_batch_size']}"
+    message = f"train_batch_size is {wanted!r} in deepspeed_config, and {parts} make {whole}"
     yield Problem(message=message, where=config.source("deepspeed_config"), fix='"train_batch_size": "auto", or other numbers')
 
 
@@ -78,7 +78,7 @@ def _clipping(config: Config) -> Iterator[Problem]:
 def _optimizer(config: Config) -> Iterator[Problem]:
     chosen = config[OptimizerOptions].optimizer
     name, where = deepspeed_name(chosen), config.source("optimizer")
-    offload = section(resolved(config, world_size=1), "zero_optimization", "offload_optimizer")
+    offload = section(zero_settings(config), "offload_optimizer")
     offloaded = offload.get("device") in ("cpu", "nvme")
     if name is not None and (refused := refusal(name)) is not None:
         yield Problem(message=refused[0], where=where, fix="--optimizer=adamw")
@@ -100,7 +100,7 @@ def _optimizer_without(config: Config) -> Iterator[Problem]:
 
 def _graphs(config: Config) -> Iterator[Problem]:
     """A graph reads parameters where they were when it was recorded."""
-    stage = section(resolved(config, world_size=1), "zero_optimization").get("stage")
+    stage = zero_settings(config).get("stage")
     reason = "with stage 3 of ZeRO: parameters are gathered into other memory in every pass"
     problem = cuda_graph_problem(config[LaunchOptions], reason)
     if stage == 3 and problem is not None:
@@ -109,7 +109,7 @@ def _graphs(config: Config) -> Iterator[Problem]:
 
 def _folders(config: Config) -> Iterator[Problem]:
     """Folders that are there, or can be made in one that is; each node checks again when its ranks start."""
-    document = resolved(config, world_size=1)
+    document = {"zero_optimization": zero_settings(config)}
     for key in ("offload_param", "offload_optimizer"):
         offload = section(document, "zero_optimization", key)
         if offload.get("device") == "nvme" and is_open(offload.get("nvme_path")):

@@ -54,7 +54,7 @@ def resolved(config: Config, *, world_size: int) -> dict[str, object]:
     for key in unknown_settings(document):
         del document[key]
     document["bf16"] = {**precision, "enabled": in_bf16(config)}
-    document["zero_optimization"] = _zero(config)
+    document["zero_optimization"] = zero_settings(config)
     if (optimizer := _optimizer(config)) is not None:
         document["optimizer"] = optimizer
     else:
@@ -112,7 +112,8 @@ def _buffers(offload: Mapping[str, object], largest: int, world_size: int) -> di
     return {key: value for key, value in sizes.items() if is_open(offload.get(key))}
 
 
-def _zero(config: Config) -> dict[str, object]:
+def zero_settings(config: Config) -> dict[str, object]:
+    """The `zero_optimization` of a run. Needs no torch, unlike the whole, whose precision may be that of a device."""
     zero = {SHORT.get(key, key): value for key, value in section(given(config), "zero_optimization").items()}
     for old, new in (("cpu_offload", "offload_optimizer"), ("cpu_offload_param", "offload_param")):
         if zero.pop(old, False) is True and new not in zero:
