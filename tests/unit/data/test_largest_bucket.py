@@ -60,3 +60,11 @@ def test_square_crops_need_no_scan_either(datasets):
 def test_without_datasets_it_is_a_square_at_the_resolution():
     line = CommandLine.parse(["--model_family=toy", "--resolution=0.25", "--resolution_type=area", "--output_dir=run"])
     assert size(largest_bucket(line.config(), line.plugins, 8)) == (504, 504)
+
+
+def test_a_folder_that_does_not_exist_is_named(datasets, tmp_path):
+    config, plugins = datasets()
+    before = buckets_key(config, plugins)
+    (tmp_path / "photos").rename(tmp_path / "elsewhere")
+    assert largest_bucket(config, plugins, 8).source.endswith("/photos of dataset photos does not exist")
+    assert buckets_key(config, plugins) != before

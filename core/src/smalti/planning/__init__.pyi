@@ -24,6 +24,7 @@ from .records import (
     Traffic as Traffic,
 )
 from .refine import (
+    NOT_REHEARSED as NOT_REHEARSED,
     refined as refined,
     rehearsed as rehearsed,
     replaced as replaced,

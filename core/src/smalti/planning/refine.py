@@ -12,17 +12,18 @@ from smalti.planning.fit import fit_of
 from smalti.planning.rehearsal.rehearse import rehearse
 from smalti.plugins import Plugins
 
+NOT_REHEARSED = "not rehearsed, because that needs a C++ compiler"
 _FEW = 3
 """Each takes up to a minute and a half of CPU for a model of 12 billion parameters."""
 
 
-def worth_rehearsing(found: Sequence[Choice], own: Choice | None) -> list[Choice]:
-    """What is configured, and the best way of each of the best strategies that may fit."""
+def worth_rehearsing(found: Sequence[Choice], own: Choice | None, most: int = _FEW) -> list[Choice]:
+    """What is configured, and the best way of each of so many strategies that may fit."""
     firsts: dict[str, Choice] = {}
     for each in found:
         if each.fit.level != "does not fit" and each.strategy.can_be_rehearsed:
             firsts.setdefault(each.strategy.name, each)
-    chosen = list(firsts.values())[:_FEW]
+    chosen = list(firsts.values())[:most]
     is_missing = own is not None and own.strategy.can_be_rehearsed and own not in chosen
     return [*chosen, *([own] if own is not None and is_missing else [])]
 
@@ -51,10 +52,16 @@ def replaced(found: Sequence[Choice], done: dict[int, Choice]) -> list[Choice]:
 
 
 def rehearsed(choice: Choice, config: Config, plugins: Plugins, device: DeviceModel) -> Choice:
-    """The same way, counted by a rehearsal; with the error of the run in place of that if it has one."""
+    """The same way, counted by a rehearsal; with the error of the run in place of that if it has one.
+
+    Without a compiler torch's Python backend stands in for CUDA, and its gaps are no errors of the run: formulas remain.
+    """
     world = choice.world
     size = choice.counted.width, choice.counted.height
     counted = rehearse(config, plugins, device, choice.candidate, ranks=world.size, local=world.local_size, size=size)
+    if counted.error is not None and device.kind == "cuda" and counted.guard == "python":
+        reason = counted.error.message.partition("\n")[0]
+        return replace(choice, counted=replace(choice.counted, notes=(f"{NOT_REHEARSED}: {reason}",)))
     if counted.error is not None:
         return replace(choice, error=counted.error)
     fit = fit_of(counted, device, local_ranks=world.local_size)

@@ -18,6 +18,7 @@ from smalti.errors import ExitCode, UserError
 from smalti.parallel import DeviceModel
 from smalti.planning import (
     FAST,
+    NOT_REHEARSED,
     RIGHT,
     SLOW,
     STEPS,
@@ -109,9 +110,12 @@ def plan(
     for size, of_size in found.items():
         if not quick:
             own = configured(of_size, config, strategy) if size == run.ranks else None
-            chosen = [own] if as_it_is and own is not None else worth_rehearsing(of_size, own)
+            few = {} if len(found) == 1 else {"most": 1}
+            chosen = [own] if as_it_is and own is not None else worth_rehearsing(of_size, own, **few)
             found[size] = replaced(of_size, refined(of_size, chosen, config, plugins, device, _report))
     own = configured(found.get(run.ranks, ()), config, strategy)
+    missing = {note for ways in found.values() for way in ways for note in way.counted.notes if note.startswith(NOT_REHEARSED)}
+    notices += sorted(missing)
     if as_json:
         click.echo(json.dumps(document(device, found, notices, own, calibration), indent=2))
     else:

@@ -46,7 +46,8 @@ def buckets_key(config: Config, plugins: Plugins) -> str:
     for spec in _trained(config, plugins):
         path = _index(config, spec)
         status = path.stat() if path is not None and path.exists() else None
-        found.append([spec.model_dump(mode="json"), None if status is None else [status.st_size, status.st_mtime_ns]])
+        scanned = None if status is None else [status.st_size, status.st_mtime_ns]
+        found.append([spec.model_dump(mode="json"), scanned, _is_missing(spec)])
     return json.dumps(found, sort_keys=True, default=str)
 
 
@@ -72,9 +73,17 @@ def _of_dataset(spec: DatasetSpec, settings: CropSettings, index: Path | None) -
             pass  # of another configuration, or without a usable image
     if listed := settings.listed_buckets:
         return LargestBucket(bucket=_largest(listed), source=f"the largest bucket that dataset {spec.id} lists")
+    if _is_missing(spec):
+        source = f"squares; the folder {spec.instance_data_dir} of dataset {spec.id} does not exist"
+        return LargestBucket(bucket=settings.square, source=source)
     return LargestBucket(
         bucket=settings.square, source=f"squares; smalti dataset scan finds the largest bucket of dataset {spec.id}"
     )
+
+
+def _is_missing(spec: DatasetSpec) -> bool:
+    folder = spec.instance_data_dir
+    return spec.type == "local" and folder is not None and not Path(folder).expanduser().exists()
 
 
 def _largest(buckets: tuple[Bucket, ...]) -> Bucket:
