@@ -54,6 +54,13 @@ function dataOf(metric, given) {
   return [metric[given.axis], positive(metric.low), positive(metric.high), mean, smooth];
 }
 
+/** Times of an axis: days if it spans days, otherwise hours and minutes, with seconds if it is short. */
+function times(chart, values, axis, space, step) {
+  const days = { month: "2-digit", day: "2-digit" };
+  const hours = { hour: "2-digit", minute: "2-digit", hour12: false, ...(step < 60 && { second: "2-digit" }) };
+  return values.map((value) => new Date(1000 * value).toLocaleString("sv", step < 86400 ? hours : days));
+}
+
 function drawMarkers(chart, given) {
   if (!given.markers) return;
   const { ctx, bbox } = chart;
@@ -87,10 +94,10 @@ function create(metric, given) {
     height: 230,
     cursor: { sync: { key: "metrics" }, y: false },
     scales: { x: { time: given.axis === "time" }, y: { distr: given.log ? 3 : 1 } },
-    axes: [{ ...axis, size: 34 }, { ...axis, size: 58, values: (chart, values) => values.map((value) => (value === null ? "" : shown(value))) }],
+    axes: [{ ...axis, size: 34, ...(given.axis === "time" && { values: times }) }, { ...axis, size: 58, values: (chart, values) => values.map((value) => (value === null ? "" : shown(value))) }],
     bands: [{ series: [2, 1], fill: colour("--series-0", 0.18) }],
     series: [
-      { label: given.axis === "time" ? "Time" : "Step" },
+      given.axis === "time" ? { label: "Time", value: (chart, value) => value && new Date(1000 * value).toLocaleString("sv") } : { label: "Step" },
       { label: "Least", stroke: colour("--series-0", 0.2), width: 0, points: { show: false }, value: number },
       { label: "Largest", stroke: colour("--series-0", 0.2), width: 0, points: { show: false }, value: number },
       { label: "Mean", stroke: given.smoothing > 0 ? colour("--series-0", 0.4) : line, width: given.smoothing > 0 ? 1 : 1.8, points: { show: false }, value: number },
