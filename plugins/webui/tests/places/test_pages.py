@@ -13,9 +13,7 @@ from starlette.testclient import TestClient
 
 from smalti import UserError
 from smalti.rundir import RunDirectory
-from smalti_webui.configs.drafts import drafts_of
 from smalti_webui.places.installation.caches import caches_of, confirmed
-from smalti_webui.server.settings import Settings
 
 MakeRun = Callable[..., RunDirectory]
 MARKUP = "<script>alert(1)</script>"
@@ -243,12 +241,11 @@ def test_only_a_cache_that_is_where_it_was_confirmed_is_cleared() -> None:
         confirmed(rows, "latents-a", "/run/cache")
 
 
-def test_a_checkpoint_is_resumed_from_after_a_dry_run(client: TestClient, make_run: MakeRun, settings: Settings) -> None:
+def test_a_run_of_which_the_folder_is_not_known_is_not_resumed_from_a_checkpoint(client: TestClient, make_run: MakeRun) -> None:
     run = make_run()
 
     answer = client.post(f"/runs/{_id(run)}/checkpoints/resume", data={"name": "step-00000010"}, follow_redirects=False)
 
-    assert answer.status_code == 303
-    draft = drafts_of(settings).get(answer.headers["location"].removeprefix("/launch/"))
-    assert draft.values["resume_from_checkpoint"] == "10"
-    assert draft.values["output_dir"] == str(run.path)
+    assert answer.status_code == 422
+    assert "relative paths start at another folder" in answer.text
+    assert client.post(f"/runs/{_id(run)}/checkpoints/resume", data={"name": "../x"}).status_code == 404

@@ -67,7 +67,7 @@ def resume_problem(run: FoundRun) -> str:
     return "" if _folder(run, values) else "its relative paths start at another folder; resume it in a shell there"
 
 
-def resume(run: FoundRun, settings: Settings) -> int:
+def resume(run: FoundRun, settings: Settings, *flags: str) -> int:
     """Start `smalti train` with the configuration of the run, which continues when the server ends. Returns its process id.
 
     Raises UserError if the run is running or cannot be resumed from here.
@@ -79,7 +79,7 @@ def resume(run: FoundRun, settings: Settings) -> int:
         raise UserError(problem, fix=f"smalti train {run.directory.config_file}")
     folder = _folder(run, launched_values(run.directory))
     assert folder is not None
-    return start_detached(["train", str(run.directory.config_file)], resume_log(run, settings), folder)
+    return start_detached(["train", str(run.directory.config_file), *flags], resume_log(run, settings), folder)
 
 
 def resume_log(run: FoundRun, settings: Settings) -> Path:

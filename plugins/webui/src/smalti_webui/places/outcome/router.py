@@ -17,14 +17,14 @@ from starlette.responses import FileResponse, RedirectResponse, Response
 
 from smalti import UserError
 from smalti.checkpoint import CheckpointStore, Entry
-from smalti_webui.configs.drafts import drafts_of
-from smalti_webui.configs.starting import from_run
 from smalti_webui.places.job_router import shown
 from smalti_webui.places.outcome.failures import attempts, hangs, open_circuits
 from smalti_webui.places.state import Places, places
+from smalti_webui.runs import actions
 from smalti_webui.runs.index import FoundRun
 from smalti_webui.runs.lookup import run_page
 from smalti_webui.server.files import below_roots
+from smalti_webui.server.messages import toast
 
 router = APIRouter(prefix="/runs/{run_id}")
 _RESULT = "places/checkpoint_result.html"
@@ -109,15 +109,15 @@ async def export(
 
 @router.post("/checkpoints/resume")
 async def resume(request: Request, run_id: str, name: Annotated[str, Form()]) -> Response:
-    """A draft with the configuration of the run that continues from a checkpoint. Its dry run is shown; nothing is started."""
+    """Start the run again from one of its checkpoints. Raises UserError if it is running, or cannot be resumed from here."""
     own = places(request)
     run = own.run(run_id)
     _checkpoint(own, run, name)
     step = next(entry.step for entry in CheckpointStore(run.directory.checkpoints).all() if entry.path.name == name)
-    draft = await asyncio.to_thread(from_run, drafts_of(own.settings), run.directory)
-    changes = {"output_dir": str(run.path), "resume_from_checkpoint": str(step)}
-    draft = await asyncio.to_thread(draft.set, changes, f"resume {run.name} from step {step}")
-    return RedirectResponse(f"/launch/{draft.id}", 303)
+    pid = await asyncio.to_thread(actions.resume, run, own.settings, f"--resume_from_checkpoint={step}")
+    answer = RedirectResponse(f"/runs/{run.id}", 303)
+    toast(answer, f"Started {run.name} again from step {step} as process {pid}.", "success")
+    return answer
 
 
 def _row(run: FoundRun, entry: Entry) -> Row:
