@@ -9,14 +9,21 @@ from __future__ import annotations
 import sys
 import tempfile
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 from run import Result
 
+from smalti import HookSpecs, World
+from smalti.cli.arguments import CommandLine
+from smalti.parallel import device_models
+from smalti.planning import RunFacts, facts_of, rehearsed
+from smalti.planning.choices import estimate
+
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 from planning.measured import by_formula, by_rehearsal, measured
-from planning.pipelines import PIPELINES, pipeline
+from planning.pipelines import PIPELINES, pipeline, published_flux
 from planning.rows import Row
 from support.forked_ranks import forked_processes
 
@@ -59,7 +66,8 @@ ROWS = (
 
 def measure() -> list[Result]:
     with tempfile.TemporaryDirectory() as folder:
-        return [result for row in ROWS for result in compared(row, Path(folder))]
+        place = Path(folder)
+        return [*(result for row in ROWS for result in compared(row, place)), *large(place)]
 
 
 def compared(row: Row, folder: Path) -> Iterator[Result]:
@@ -88,6 +96,26 @@ def compared(row: Row, folder: Path) -> Iterator[Result]:
         resident, peak = formula.resident + told.beside, formula.peak + told.beside
         yield _result(f"plan: {row}: between steps, formula", resident, found.resident, 1.02)
         yield _result(f"plan: {row}: peak ({formula.phase}), formula", peak, found.peak, 1.15)
+
+
+def large(folder: Path) -> Iterator[Result]:
+    """The formula of FLUX.1 dev in full under FSDP2 on 8 GPUs, all activations recomputed, against its rehearsal."""
+    model = published_flux(folder / "published")
+    row = Row(model="flux", strategy="fsdp2", ranks=8, bf16=True, recompute="full")
+    words = [each for each in row.words(model, folder) if each != "--use_cpu"]
+    line = CommandLine.parse([*words, "--resolution=512", "--tokenizer_max_length=512"])  # 4,096 tokens of the tiny autoencoder
+    config, plugins, device = line.config(), line.plugins, device_models()["h100-80g"]
+    world = World(size=8, local_size=8, device="cuda")
+    strategies = plugins.gather(HookSpecs.propose_strategies, config=config, world=world)
+    [strategy] = (each for each in strategies if each.name == "fsdp2")
+    facts, run = facts_of(config, plugins, "cuda"), RunFacts.of(config, plugins, "cuda")
+    for micro in (1, 4):
+        way = replace(run, effective_batch=8 * micro)
+        formula = estimate(facts, way, strategy, "full", micro, device, world)
+        told = rehearsed(formula, config, plugins, device)
+        assert told.error is None, told.error
+        name = f"plan: FLUX.1 dev, full, bf16, fsdp2 x8, recompute full, batch {micro}x1: peak, formula over rehearsed"
+        yield _result(name, formula.counted.peak.total, told.counted.peak.total, 1.15)
 
 
 def _result(name: str, predicted: int, real: int, goal: float) -> Result:

@@ -20,7 +20,7 @@ from pathlib import Path
 
 CASES = (
     *("startup", "first_step", "step", "sdxl", "save", "detect", "shard", "zero", "headers"),
-    *("data_s3", "data_cache", "health", "web", "web_events", "ranking"),
+    *("data_s3", "data_cache", "health", "web", "web_events", "ranking", "plan"),
 )
 
 

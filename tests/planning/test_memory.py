@@ -9,10 +9,8 @@ from support.forked_ranks import forked_processes
 DDP_OWN = 1024
 """Bytes that DDP keeps for itself, such as which parameters were used."""
 RUNS = {
-    "single": (1, {}, ()),
     "recompute": (1, {"mixed_precision": "bf16"}, ("gradient_checkpointing",)),
     "ddp, accumulation, average": (2, {"gradient_accumulation_steps": 2}, ("use_ema",)),
-    "fsdp2": (2, {}, ("fsdp_enable",)),
     "zero3": (2, {"deepspeed_config": '{"zero_optimization": {"stage": 3}}'}, ()),
     "fsdp2, accumulation, average, bf16": (
         2,

@@ -21,6 +21,7 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 from smalti.diffusion import Conditioning
 from smalti.models import ModelFamily
 from smalti.planning.facts import BlockFacts, ModelFacts, SampleFacts
+from smalti.planning.rehearsal.block import BackwardMemory, backward_memory
 from smalti.types import Block
 
 
@@ -70,11 +71,21 @@ def _sample(
         given: Conditioning = {name: mode.from_tensor(rows) for name, rows in conditioning.items()}
         noisy = torch.empty(1, *family.latent_shape(width, height))
         saved = _Saved(model, blocks)
-        autocast = torch.autocast("cpu", dtype=torch.bfloat16) if bf16 else nullcontext()
-        as_there = _InFp32() if bf16 and kind != "cpu" else nullcontext()
-        with FlopCounterMode(display=False, custom_mapping=_MORE_FLOPS) as counter, autocast, as_there, saved.counting():
+
+        @contextmanager
+        def computing() -> Iterator[None]:
+            autocast = torch.autocast("cpu", dtype=torch.bfloat16) if bf16 else nullcontext()
+            as_there = _InFp32() if bf16 and kind != "cpu" else nullcontext()
+            with autocast, as_there:
+                yield
+
+        with FlopCounterMode(display=False, custom_mapping=_MORE_FLOPS) as counter, computing(), saved.counting():
             output = family.forward(model, noisy, torch.full((1,), 500.0), given)
         del output
+        memory: dict[object, BackwardMemory] = {}
+        for path, module in blocks.items():
+            if saved.bytes[path] and (kind_of := saved.kinds.get(path)) not in memory:
+                memory[kind_of] = backward_memory(module, saved.given[kind_of], computing)
     return SampleFacts(
         width=width,
         height=height,
@@ -92,6 +103,8 @@ def _sample(
                 inputs=saved.inputs[path],
                 copied=saved.copied[path],
                 products=saved.products[path],
+                extra=memory[saved.kinds[path]].extra if saved.kinds.get(path) in memory else 0,
+                again=max(0, memory[saved.kinds[path]].again - saved.copied[path]) if saved.kinds.get(path) in memory else 0,
             )
             for path, module in blocks.items()
         ),
@@ -132,6 +145,9 @@ class _Saved(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.copied: Counter[str] = Counter()
         self.products: Counter[str] = Counter()
         self.operations = 0
+        self.kinds: dict[str, object] = {}
+        self.given: dict[object, tuple[tuple[Any, ...], dict[str, Any]]] = {}
+        """Inputs of one block of each kind: those of a kind are equal in class, sizes and inputs."""
         self._blocks = blocks
         self._within = ""
         self._weights: weakref.WeakSet[Any] = weakref.WeakSet(
@@ -168,6 +184,12 @@ class _Saved(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _enter(self, path: str) -> Any:
         def enter(module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
             self._within = path
+            shapes = tuple(
+                (each.shape, each.dtype, each.requires_grad) for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)
+            )
+            sizes = tuple((each.shape, each.requires_grad) for each in module.parameters())
+            self.kinds[path] = (type(module), sizes, shapes)
+            self.given.setdefault(self.kinds[path], (args, kwargs))
             for each in tree_leaves((args, kwargs)):
                 if isinstance(each, Tensor) and each.requires_grad and (storage := each.untyped_storage()) not in self._given:
                     self._given.add(storage)

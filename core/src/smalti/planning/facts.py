@@ -20,6 +20,9 @@ class BlockFacts:
     `saved` counts what the block itself makes. With recomputation only `inputs` stay until the backward pass reaches it.
     `products` are the results of matrix products and attention, which selective recomputation keeps as well. `copied` are the
     bytes of its weights that autocast casts, whatever the size of the batch.
+
+    `extra` is what its backward pass needs at its peak beyond `saved`. `again` is what forward and backward pass need together
+    when it is recomputed. Both are without `copied` and the gradients of weights; 0: not counted.
     """
 
     path: str
@@ -29,6 +32,8 @@ class BlockFacts:
     inputs: int = 0
     copied: int = 0
     products: int = 0
+    extra: int = 0
+    again: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -51,7 +51,8 @@ class Strategy(Registered):
     With `can_be_rehearsed` false its code does not run without the other ranks, and only formulas count it.
     `operations` are what its own code dispatches for each tensor that trains, in a step and in a micro-batch: hooks, gathering,
     operations on shards. They are counted in dispatched operations of torch, which take about as long everywhere.
-    `buffers` are bytes besides, and not more than `buffers_per_parameter` for each parameter that trains.
+    `buffers` are bytes besides, not more than `buffers_per_parameter` for each parameter that trains: in the backward pass, or
+    with `keeps_buffers` always.
     """
 
     kind: ClassVar[str] = "the strategy"
@@ -70,6 +71,7 @@ class Strategy(Registered):
     operations: Mapping[Literal["step", "micro-batch"], float] = field(default_factory=dict)
     buffers: int = 0
     buffers_per_parameter: float = 0
+    keeps_buffers: bool = False
     communication: tuple[Communication, ...] = ()
     context: int = 1
     can_be_rehearsed: bool = True

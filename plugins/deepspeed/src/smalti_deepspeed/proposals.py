@@ -58,7 +58,8 @@ def _zero(stage: int, world: World, item: int, own: Document, *, offload: bool) 
         "gradients": size if stage >= 2 else 1,
         "state": size,
     }
-    in_buckets = 2 * (item + 4) if stage < 3 else 2 * item
+    # Below stage 3, a bucket of gradients, and in bf16 a copy in fp32 that is being reduced; in stage 3 one bucket in fp32.
+    in_buckets = item + 4 if stage < 3 and item == 2 else 4
     elements = BUCKET if stage < 3 else (BUCKET + SMALL) // 2
     return Strategy(
         name=f"zero-{stage}{'-offload' if offload else ''}",
@@ -68,14 +69,16 @@ def _zero(stage: int, world: World, item: int, own: Document, *, offload: bool) 
         recompute=_RECOMPUTE,
         divided=divided,
         frozen=size if stage == 3 else 1,
-        bytes={"weights": item, "gradients": item, "state": 4},
+        bytes={"weights": item, "gradients": item if stage < 2 else 4, "state": 4},
+        keeps_gradients=stage == 3,
         offloaded=frozenset(("state", "gradients") if offload else ()),
         gathered=2 if stage == 3 else 0,
         gathered_bytes=item if stage == 3 else 0,
         own_copies=True,
         operations=_OPERATIONS_3 if stage == 3 else _OPERATIONS,
         buffers=in_buckets * elements,
-        buffers_per_parameter=in_buckets,
+        buffers_per_parameter=item if stage < 3 else 4,
+        keeps_buffers=stage == 3,
         communication=tuple(_communication(stage, world, item)) if size > 1 else (),
     )
 

@@ -6,15 +6,16 @@ gradients and activations meet, and what a block needs while its gradients are c
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from smalti.planning.facts import ModelFacts
+from smalti.planning.facts import BlockFacts, ModelFacts
 from smalti.planning.formulas.run_facts import RunFacts
-from smalti.planning.records import Candidate, MemoryParts, PhasePeak
+from smalti.planning.records import Candidate, MemoryParts, PhasePeak, Recompute
 from smalti.types import Strategy
 
 _OF_GRADIENTS = 0.7
-"""Gradients of activations in the backward pass of a block, as a fraction of what it has kept, by rehearsals of FLUX.1."""
+"""Gradients of activations in the backward pass of a block that was not counted, as a fraction of what it has kept."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +38,6 @@ class _Formula:
         self.batch = candidate.micro_batch / strategy.context
         blocks = model.sample.blocks
         self.largest = max((block.parameters for block in blocks), default=model.largest)
-        self.largest_trained = max((block.trained for block in blocks), default=model.largest)
         self.held = {part: self._held(part) for part in ("weights", "gradients", "state")}
         self.ema = model.trained * 4 // strategy.divided.get("state", 1) if run.ema else 0
 
@@ -65,46 +65,56 @@ class _Formula:
             gradients=on_device["gradients"] if self.strategy.keeps_gradients else 0,
             optimizer=on_device["state"],
             ema=self.ema if self.run.ema_on_device else 0,
-            temporaries=int(min(self.strategy.buffers, self.strategy.buffers_per_parameter * self.model.trained)),
+            temporaries=self.buffers if self.strategy.keeps_buffers else 0,
         )
+
+    @property
+    def buffers(self) -> int:
+        return int(min(self.strategy.buffers, self.strategy.buffers_per_parameter * self.model.trained))
 
     def moments(self, resident: MemoryParts) -> dict[str, MemoryParts]:
         gradients = 0 if "gradients" in self.strategy.offloaded else self.held["gradients"]
-        kept, block = self.kept(), int(self.batch * max((each.saved for each in self.model.sample.blocks), default=0))
         forward = replace(
             resident,
-            activations=kept,
+            activations=self.kept(),
             gathered=self.gathered(),
             temporaries=resident.temporaries + self.copies(whole=True),
             gradients=gradients if self.candidate.accumulation > 1 else resident.gradients,
         )
-        recomputed = 0 if self.candidate.recompute == "none" else block
-        transient = int(recomputed + _OF_GRADIENTS * block + self.strategy.reduced_bytes * self.largest_trained)
-        working = replace(
-            forward,
-            gathered=self.gathered(copies=1),
-            temporaries=resident.temporaries + transient + self.copies(whole=False),
-        )
-        start = replace(working, temporaries=working.temporaries + self._copies_at_the_start())
-        end = replace(working, activations=0, gradients=gradients)
+        end = replace(forward, activations=0, gradients=gradients, gathered=self.gathered(copies=1))
+        end = replace(end, temporaries=self.buffers + self.copies(whole=False))
+        backward = [*self.backward(forward, gradients), end]
         step = replace(resident, gradients=gradients)
         return {
             "forward": forward,
-            "backward": max(start, end, key=lambda parts: parts.total),
+            "backward": max(backward, key=lambda parts: parts.total),
             "step": step,
             "validation": replace(resident, gathered=self.gathered(), temporaries=resident.temporaries + self._validation()),
         }
 
+    def backward(self, forward: MemoryParts, gradients: int) -> Iterator[MemoryParts]:
+        """The moment of each block in the backward pass, from the last block on: activations go, gradients come."""
+        model, blocks = self.model, self.model.sample.blocks
+        kept, copied, done = self.kept(), self.copies(whole=True), 0
+        for block in reversed(blocks):
+            done += block.trained
+            growing = max(forward.gradients, gradients * done // max(1, model.trained))
+            own = self.copied_of(block)
+            transient = self.batch * _transient(block, self.candidate.recompute) + self.strategy.reduced_bytes * block.trained
+            yield replace(
+                forward,
+                activations=kept,
+                gathered=self.gathered(copies=1),
+                temporaries=int(self.buffers + transient) + (copied if self.candidate.recompute == "none" else own),
+                gradients=growing,
+            )
+            kept -= int(self.batch * _kept(block, self.candidate.recompute))
+            copied -= own
+
     def kept(self) -> int:
         """Bytes that the backward pass needs of all samples of a micro-batch, at the end of the forward pass."""
         sample, mode = self.model.sample, self.candidate.recompute
-        inputs = sum(block.inputs for block in sample.blocks)
-        of_blocks = {
-            "none": sum(block.saved for block in sample.blocks),
-            "selective": sum(min(block.saved, block.inputs + block.products) for block in sample.blocks),
-            "full": inputs,
-        }[mode]
-        return int(self.batch * (sample.saved + of_blocks))
+        return int(self.batch * (sample.saved + sum(_kept(block, mode) for block in sample.blocks)))
 
     def gathered(self, copies: int | None = None) -> int:
         """Whole weights of blocks, by default of those in the forward pass; and of what is in no block, which stay."""
@@ -115,17 +125,27 @@ class _Formula:
 
     def copies(self, *, whole: bool) -> int:
         """Weights that autocast has cast: all of them in a forward pass; those of one block while it is recomputed."""
-        if self.strategy.own_copies:
-            return 0
         sample = self.model.sample
-        return sample.copied + (sum if whole else max)([block.copied for block in sample.blocks] or [0])
+        outside = 0 if self.strategy.own_copies else sample.copied
+        return outside + (sum if whole else max)([self.copied_of(block) for block in sample.blocks] or [0])
 
-    def _copies_at_the_start(self) -> int:
-        """Without recomputation, the backward pass needs all copies that the forward pass has made."""
-        if self.candidate.recompute != "none":
-            return 0
-        return self.copies(whole=True) - self.copies(whole=False)
+    def copied_of(self, block: BlockFacts) -> int:
+        return 0 if self.strategy.own_copies else block.copied
 
     def _validation(self) -> int:
         """With EMA weights, a copy of the live ones is kept; and the copies that autocast makes."""
         return (self.held["weights"] if self.run.ema else 0) + self.copies(whole=True)
+
+
+def _kept(block: BlockFacts, mode: Recompute) -> int:
+    """Bytes that stay of one sample until the backward pass reaches the block."""
+    by_mode = {"none": block.saved, "selective": min(block.saved, block.inputs + block.products), "full": block.inputs}
+    return by_mode[mode]
+
+
+def _transient(block: BlockFacts, mode: Recompute) -> float:
+    """Bytes that one sample takes besides at the peak of the block's backward pass."""
+    if mode == "none":
+        return block.extra if block.again else _OF_GRADIENTS * block.saved
+    again = block.again or (1 + _OF_GRADIENTS) * block.saved
+    return again if mode == "full" else max(block.extra, again - block.products)

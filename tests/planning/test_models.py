@@ -1,0 +1,63 @@
+"""Small Flux and SDXL models: rehearsals against real ranks, and formulas against rehearsals. bench/plan.py has more rows."""
+
+import pytest
+
+from planning.measured import by_formula, by_rehearsal, measured
+from planning.pipelines import PIPELINES, pipeline
+from planning.rows import Row
+from support.forked_ranks import forked_processes
+
+REAL = (
+    Row(model="flux", strategy="ddp", ranks=2, lora=True),
+    Row(model="sdxl", strategy="fsdp2", ranks=2),
+)
+DDP_OWN = 1024
+"""Bytes that DDP keeps for itself, such as which parameters were used."""
+
+
+@pytest.fixture(scope="module")
+def words(tmp_path_factory):
+    """words(row) -> the words of `smalti train`, on a pipeline that is made once."""
+    folder = tmp_path_factory.mktemp("models")
+
+    def of(row):
+        path = folder / row.model
+        if not path.exists():
+            with forked_processes(ranks=1, group=False, imports=PIPELINES) as process:
+                process.run(pipeline, row.model, path)
+        return row.words(path, folder)
+
+    return of
+
+
+@pytest.fixture(scope="module")
+def told(words):
+    """told(row) -> its rehearsal."""
+    known = {}
+
+    def of(row):
+        if row not in known:
+            with forked_processes(ranks=1, group=False, imports=PIPELINES) as process:
+                [known[row]] = process.run(
+                    by_rehearsal, words(row), ranks=row.ranks, micro=row.micro, accumulation=row.accumulation
+                )
+        return known[row]
+
+    return of
+
+
+@pytest.mark.parametrize("row", REAL, ids=str)
+def test_a_rehearsal_counts_the_bytes_of_real_ranks(row, words, told):
+    with forked_processes(ranks=row.ranks, imports=PIPELINES) as processes:
+        found = processes.run(measured, words(row))[0]
+    assert 0 <= found.resident - told(row).resident <= (DDP_OWN if row.strategy == "ddp" else 0)
+    assert told(row).peak == pytest.approx(found.peak, rel=0.02)
+
+
+@pytest.mark.parametrize("row", REAL, ids=str)
+def test_a_formula_is_near_the_rehearsal(row, words, told):
+    settings = {"strategy": row.proposed, "recompute": row.recompute, "micro": row.micro}
+    with forked_processes(ranks=1, group=False, imports=PIPELINES) as process:
+        [formula] = process.run(by_formula, words(row), **settings, ranks=row.ranks, local=row.local)
+    assert formula.resident + told(row).beside == pytest.approx(told(row).resident, rel=0.05)
+    assert formula.peak + told(row).beside == pytest.approx(told(row).peak, rel=0.15)
