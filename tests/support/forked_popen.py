@@ -17,12 +17,13 @@ from functools import cache
 from pathlib import Path
 
 from support.nodes.forked_commands import ForkServer, import_heavy, module_of, serve, take_terminal
+from support.nodes.namespaces import can_show
 
 _FIRST = threading.Lock()
 
 
 class ForkedPopen(subprocess.Popen):
-    """For `python -m smalti...`. Other commands, and all outside of Linux, are executed.
+    """For `python -m smalti...`. Other commands are executed, and all where a fork cannot look like its command in /proc.
 
     With `terminal`, the standard input is the terminal that controls the session, which must be a new one.
     """
@@ -33,7 +34,7 @@ class ForkedPopen(subprocess.Popen):
 
     def _execute_child(self, arguments, executable, preexec_fn, close_fds, pass_fds, cwd, env, *rest) -> None:
         command = [os.fspath(word) for word in arguments]
-        if sys.platform != "linux" or module_of(command) is None:
+        if not can_show() or module_of(command) is None:
             take = take_terminal if self._terminal else None
             super()._execute_child(arguments, executable, take, close_fds, pass_fds, cwd, env, *rest)
         else:

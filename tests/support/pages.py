@@ -11,6 +11,7 @@ from pathlib import Path
 from PIL import Image
 
 from support.forked_popen import forked_script
+from support.nodes.namespaces import can_show
 
 DOCS = Path(__file__).parents[2] / "docs"
 _BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
@@ -113,7 +114,7 @@ def account(folder: Path, *, forked: bool = True) -> dict[str, str]:
         script = folder / "bin" / name
         script.write_text(f'#!/bin/sh\nexec "{folder}/bin/python" -m {name} "$@"\n')
         script.chmod(0o755)
-    if forked and sys.platform == "linux":
+    if forked and can_show():
         (folder / "bin" / "smalti").write_text(forked_script(site))
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(("SMALTI_", "PYTEST_"))}
     return {

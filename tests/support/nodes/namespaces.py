@@ -6,15 +6,17 @@ import ctypes
 import os
 import signal
 import struct
+import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 
 NEW_MOUNTS, NEW_HOST_NAME, NEW_IPC, NEW_USERS, NEW_PIDS, NEW_NETWORK = (
     0x00020000, 0x04000000, 0x08000000, 0x10000000, 0x20000000, 0x40000000,
 )  # fmt: skip
 BIND, PRIVATE = 0x1000, (1 << 18) | 0x4000
-_SET_DEATH_SIGNAL, _SET_SUBREAPER, _SET_MEMORY, _MEMORY_MAP = 1, 36, 35, 14
+_SET_DEATH_SIGNAL, _SET_SUBREAPER, _SET_MEMORY, _MEMORY_MAP, _MEMORY_MAP_SIZE = 1, 36, 35, 14, 15
 _libc = ctypes.CDLL(None, use_errno=True)
 _kept: list[object] = []
 
@@ -53,6 +55,13 @@ def become_root() -> None:
     Path("/proc/self/setgroups").write_text("deny")
     Path("/proc/self/uid_map").write_text(f"0 {user} 1")
     Path("/proc/self/gid_map").write_text(f"0 {group} 1")
+
+
+@cache
+def can_show() -> bool:
+    """Whether `show_as` does anything: the kernel may be built without it."""
+    size = ctypes.c_uint()
+    return sys.platform == "linux" and _libc.prctl(_SET_MEMORY, _MEMORY_MAP_SIZE, ctypes.byref(size), 0, 0) == 0
 
 
 def show_as(command: Sequence[str], environment: Mapping[str, str]) -> None:
