@@ -203,7 +203,7 @@ def test_nothing_outside_of_the_roots_is_read(client: TestClient, secret: Path, 
         names = re.findall(r"\{[^}]*\}", target)
         addresses = [f"{fill(target, names, run)}?{key}={PATHS[0]}" for key in ("path", "file", "folder")]
         for attacked in names:
-            payloads = PATHS if ":path" in attacked else PATHS[::5]
+            payloads = PATHS if ":path" in attacked else PATHS[::8]
             addresses += [
                 fill(target, [each for each in names if each != attacked], run).replace(attacked, payload)
                 for payload in payloads
@@ -268,7 +268,7 @@ def test_names_prompts_and_messages_are_text(client: TestClient, make_run: Any) 
     pages = {path for method, path in routes(client) if method == "GET" and "{" not in path}
     pages |= {
         re.sub(r"\{[^}]*id\}", run.record().id, path)
-        for run in runs[:2]
+        for run in runs[:1]
         for method, path in routes(client)
         if method == "GET" and path.count("{") == 1 and re.search(r"\{[^}]*id\}", path)
     }

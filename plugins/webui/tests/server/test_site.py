@@ -120,9 +120,9 @@ def test_the_first_page_makes_few_requests_and_the_next_fewer(served: Any, brows
 
 
 def test_the_theme_is_kept_and_is_there_at_the_first_paint(page: Any) -> None:
-    page.keyboard.press("t")
-    page.keyboard.press("t")
-    page.wait_for_function("document.cookie.includes('smalti-ui-theme=dark')")
+    for _ in range(2):
+        with page.expect_response("**/theme"):
+            page.keyboard.press("t")
     page.reload()
     assert page.locator("html").get_attribute("data-theme") == "dark"
     assert page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(18, 21, 27)"
@@ -168,5 +168,6 @@ def test_messages_are_shown_and_kept(page: Any, served: Any) -> None:
         form.submit();
     }""")
     page.get_by_role("status").get_by_text("Saved").wait_for()
+    page.wait_for_load_state()
     page.locator("[data-opens=recent]").click()
     assert page.get_by_role("dialog").get_by_role("listitem").all_inner_texts()[1].startswith("Cleared 3 files <b>")

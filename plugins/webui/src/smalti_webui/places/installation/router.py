@@ -106,7 +106,7 @@ async def clear(
         rows = (await _rows(own, chosen))[0]
     else:
         args = ["cache", "clear", name, *(chosen.arguments if chosen else []), "--yes", "--json"]
-        result = await run_cli(args, timeout=_SECONDS)
+        result = await run_cli(args, timeout=_SECONDS, changes=True)
         done = _cleared(row, result)
         error = (result.stderr.strip() or f"exit code {result.code}") if result.code else ""
         rows = rows if error else [emptied(each) if each is row else each for each in rows]
