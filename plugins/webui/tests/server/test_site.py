@@ -13,9 +13,11 @@ from typing import Any
 import pytest
 from starlette.routing import Match
 
+from smalti_webui.configs.drafts import drafts_of
 from smalti_webui.server.templating import NAVIGATION
 
 FIRST_PAGE_REQUESTS = 15
+DRAFT = 'model_family = "toy"\noutput_dir = "run"\ninstance_data_dir = "photos"\nmax_train_steps = 10\nfsdp_enable = true\n'
 SERIOUS = ("serious", "critical")
 
 
@@ -28,15 +30,16 @@ def axe() -> str:
 
 @pytest.fixture
 def site(make_run: Any, served: Any, page: Any) -> list[str]:
-    """The addresses of the pages of a server with runs."""
+    """The addresses of the pages of a server with runs and a draft."""
     make_run("first")
     make_run("failed", steps=5, condition="failed", message="CUDA out of memory", samples=(), checkpoints=())
-    return follow_links(served, page)
+    draft = drafts_of(served.settings).new(DRAFT, name="portraits").id
+    return follow_links(served, page, [f"/{room}/{draft}" for room in ("configs", "hardware", "launch")])
 
 
-def follow_links(served: Any, page: Any) -> list[str]:
+def follow_links(served: Any, page: Any, first: list[str]) -> list[str]:
     seen: dict[str, str] = {}
-    waiting = deque(address for _, address, _, _ in NAVIGATION)
+    waiting = deque([*(address for _, address, _, _ in NAVIGATION), *first])
     while waiting:
         address = waiting.popleft()
         kind = route_of(served.app, address.partition("?")[0])

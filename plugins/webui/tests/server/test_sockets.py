@@ -11,17 +11,20 @@ import socket
 import stat
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Iterator
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx2
+import psutil
 import pytest
 from starlette.requests import Request
 from starlette.responses import StreamingResponse
 
 from smalti import UserError
 from smalti_webui.server import security, serve
+from smalti_webui.server.processes import run_cli
 from smalti_webui.server.serve import listen
 
 FORM = "Content-Type: application/x-www-form-urlencoded"
@@ -130,6 +133,43 @@ def test_a_port_that_is_taken_is_an_error_with_another_one(served: Any) -> None:
         listen("192.0.2.1", 0)
     with pytest.raises(UserError, match="is not an address"):
         listen("no.such.host.invalid", 0)
+
+
+def children() -> list[list[str]]:
+    return [child.cmdline() for child in psutil.Process().children(recursive=True) if child.status() != psutil.STATUS_ZOMBIE]
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    while not condition():
+        time.sleep(0.05)
+
+
+def test_a_command_ends_when_the_browser_goes_away_unless_it_changes_something(served: Any, tmp_path: Path) -> None:
+    fifo = tmp_path / "fifo"
+    os.mkfifo(fifo)
+    waits = ["config", "show", str(fifo)]  # until somebody writes to it
+
+    async def read() -> int:
+        return (await run_cli(waits, 60)).code
+
+    async def change() -> int:
+        return (await run_cli(waits, 60, changes=True)).code
+
+    served.app.add_api_route("/read", read)
+    served.app.add_api_route("/change", change)
+
+    def running() -> int:
+        return sum(waits[-1] in words for words in children())
+
+    port = served.settings.port
+    with session(served) as client:
+        for path, left in (("/read", 0), ("/change", 1)):
+            with connected(port) as connection:
+                connection.sendall(head(port, "GET", path, cookie_line(client)))
+                wait_until(lambda: running() == 1)
+            wait_until(lambda left=left: running() == left)
+        fifo.write_text("")
+        wait_until(lambda: running() == 0)
 
 
 def test_the_server_ends_although_a_browser_reads_a_stream(served: Any) -> None:

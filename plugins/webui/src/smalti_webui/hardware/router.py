@@ -255,7 +255,7 @@ async def templates(request: Request, draft: str, what: Word, name: Word = "", s
     if what not in words:
         raise UserError(f"templates know no action {what!r}", fix="load, save or remove")
     sent = text if what == "save" else None
-    done = await run_cli(["deepspeed", "templates", *words[what]], builder.SECONDS, input=sent)
+    done = await run_cli(["deepspeed", "templates", *words[what]], builder.SECONDS, input=sent, changes=what != "load")
     if what == "load":
         if done.code:
             problem = _failure(done, "smalti deepspeed templates", subject)

@@ -24,6 +24,7 @@ from smalti_webui.launch.queue import Queue, keep_advancing
 from smalti_webui.launch.router import router as launch
 from smalti_webui.places.router import router as places
 from smalti_webui.runs.router import router as runs
+from smalti_webui.server.departure import Departures
 from smalti_webui.server.messages import KeptMessages, Messages
 from smalti_webui.server.router import router as server
 from smalti_webui.server.security import Security
@@ -63,6 +64,7 @@ def create_app(settings: Settings, on_new_link: Callable[[str], None] = lambda t
     app.add_exception_handler(UserError, _user_error)
     app.add_exception_handler(OSError, _os_error)
     app.add_exception_handler(Exception, _defect)
+    app.add_middleware(Departures)
     app.add_middleware(KeptMessages, messages=app.state.messages)
     app.add_middleware(Security, settings=settings, sessions=app.state.sessions, templates=app.state.templates)
     return app

@@ -19,6 +19,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from smalti.system import kill_tree
+from smalti_webui.server.departure import while_waited_for
 
 _AT_ONCE = 2
 _LINE = 1 << 20
@@ -46,13 +47,20 @@ def environment() -> dict[str, str]:
     return {**os.environ, "NO_COLOR": "1"}
 
 
-async def run_cli(args: Sequence[str], timeout: float, input: str | None = None, cwd: Path | None = None) -> Result:
+async def run_cli(
+    args: Sequence[str], timeout: float, input: str | None = None, cwd: Path | None = None, *, changes: bool = False
+) -> Result:
     """Run a command of smalti and wait for it. After `timeout` seconds it is ended, with everything that it has started.
 
-    Relative paths start at `cwd`, by default the server's folder.
+    Relative paths start at `cwd`, by default the server's folder. At most two run at the same time; others wait.
 
-    At most two run at the same time; others wait. If the browser goes away, the command is ended too.
+    If the browser goes away, the command is ended too, unless it `changes` something.
     """
+    work = _run(args, timeout, input, cwd)
+    return await (work if changes else while_waited_for(work))
+
+
+async def _run(args: Sequence[str], timeout: float, input: str | None, cwd: Path | None) -> Result:
     async with _slots.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(_AT_ONCE)):
         process = await _start(args, stdin=subprocess.DEVNULL if input is None else subprocess.PIPE, cwd=cwd)
         timed_out, sent = False, None if input is None else input.encode()

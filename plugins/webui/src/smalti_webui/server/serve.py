@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import os
 import socket
 import webbrowser
@@ -118,6 +119,7 @@ class _Server(uvicorn.Server):
     def handle_exit(self, sig: int, frame: Any) -> None:
         self.force_exit = self.should_exit
         self.should_exit = True
+        logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)  # it reports what it cancels with a traceback
         if self.app_state is not None:
             self.app_state.closing = True
 
