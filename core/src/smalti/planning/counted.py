@@ -140,6 +140,11 @@ def _main() -> None:
         answer = count(json.loads(sys.stdin.read())).as_json()
     except UserError as error:
         answer = {"error": error.message, "fix": error.fix}
+    except Exception as error:  # noqa: BLE001 - what a run would end with
+        from smalti.planning.rehearsal.child import explained
+
+        found = explained(error, "forward")
+        answer = {"error": f"a forward pass fails with {found.message}", "fix": f"look at {found.where}"}
     print(_MARK + json.dumps(answer), flush=True)
 
 

@@ -94,7 +94,7 @@ def load(request: Request, directory: Path) -> tuple[Config, Plugins]:
 def explained(error: Exception, phase: str) -> RehearsalError:
     """An error as the run would report it, with the innermost line that is not torch's."""
     frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if "/torch/" not in frame.filename and "/planning/rehearsal/" not in frame.filename]
+    own = [frame for frame in frames if "/torch/" not in frame.filename and "/smalti/planning/" not in frame.filename]
     last = (own or list(frames))[-1]
     from smalti.planning.rehearsal.fake_tensors import NEEDS_VALUES
 
