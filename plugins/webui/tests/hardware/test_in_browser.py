@@ -33,7 +33,7 @@ def test_the_builder_gives_the_json_of_the_command_line_and_names_the_line_of_an
     text.wait_for(timeout=30_000)
     with page.expect_response("**/deepspeed/form"):
         page.get_by_label("ZeRO stage").select_option("3")
-    page.wait_for_function("document.getElementById('builder-text').value.includes('\"stage\": 3')")
+    page.wait_for_function("() => document.getElementById('builder-text').value.includes('\"stage\": 3')")
     text.fill('{\n  "zero_optimization": {\n    "stage": 5}}')
     page.get_by_role("button", name="line 3").click(timeout=30_000)
     selected = "document.activeElement.value.slice(document.activeElement.selectionStart, document.activeElement.selectionEnd)"
