@@ -107,3 +107,9 @@ def test_a_model_that_cannot_be_built_is_reported_as_a_run_would():
 def test_an_option_that_does_not_exist_is_refused_before_anything_is_counted():
     with pytest.raises(UserError, match="unknown option --no-such-option"):
         planned("--gpu=l4", "--no-such-option")
+
+
+def test_ranks_that_cannot_share_samples_as_configured_are_refused():
+    with pytest.raises(UserError, match="1 ranks cannot be split into groups of 2") as error:
+        planned("--gpu=l4", "--context_parallel_size=2")
+    assert error.value.fix == "--num_processes=2"

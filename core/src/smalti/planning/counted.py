@@ -144,7 +144,7 @@ def _main() -> None:
         from smalti.planning.rehearsal.child import explained
 
         found = explained(error, "forward")
-        answer = {"error": f"a forward pass fails with {found.message}", "fix": f"look at {found.where}"}
+        answer = {"error": f"the model cannot be counted: {found.message}", "fix": f"look at {found.where}"}
     print(_MARK + json.dumps(answer), flush=True)
 
 

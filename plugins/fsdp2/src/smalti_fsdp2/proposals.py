@@ -45,10 +45,16 @@ def _sharded(config: Config, world: World, shards: int) -> Strategy:
     options = config[FsdpOptions]
     item = 2 if in_bf16(config, world.device.partition(":")[0]) else 4
     hybrid = shards < world.size
+    context = config[ContextOptions].context_parallel_size
     return Strategy(
         name=f"hsdp-{shards}" if hybrid else "fsdp2",
         title=f"HSDP, {shards} shards" if hybrid else "FSDP2",
-        options={"fsdp_enable": True, "fsdp_version": 2, "fsdp_shard_size": shards},
+        options={
+            "fsdp_enable": True,
+            "fsdp_version": 2,
+            "fsdp_shard_size": shards,
+            **({"context_parallel_size": context} if context > 1 else {}),
+        },
         recompute=_RECOMPUTE,
         divided={"weights": shards, "gradients": shards, "state": shards},
         frozen=shards,
@@ -58,7 +64,7 @@ def _sharded(config: Config, world: World, shards: int) -> Strategy:
         own_copies=True,
         operations=_OPERATIONS,
         communication=tuple(_communication(options, world, shards, item)),
-        context=config[ContextOptions].context_parallel_size,
+        context=context,
     )
 
 

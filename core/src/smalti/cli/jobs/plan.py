@@ -95,10 +95,14 @@ def plan(
     command_line = CommandLine.parse(list(arguments))
     config, plugins = command_line.config(), command_line.plugins
     sizes = _sizes(gpus, config[LaunchOptions].num_processes)
+    configured_plan, ranks = choose_distributed(config, plugins), config[LaunchOptions].num_processes
+    if ranks % configured_plan.context:
+        reason = f"{ranks} ranks cannot be split into groups of {configured_plan.context} that share a sample"
+        raise UserError(reason, fix=f"--num_processes={configured_plan.context * max(1, ranks // configured_plan.context)}")
+    strategy = configured_plan.origin.plugin
     device = named_device(gpu, min(sizes[0], nodes_of))
     run = RunFacts.of(config, plugins, device.kind)
     model = facts_of(config, plugins, device.kind)
-    strategy = choose_distributed(config, plugins).origin.plugin
     if measure:
         _report(f"training {STEPS} steps as configured")
         found, _ = _compared(config, plugins, model, run, device, [run.ranks], nodes_of)
