@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from PIL import Image
 from starlette.routing import Match
 
 from smalti_webui.configs.drafts import drafts_of
@@ -29,12 +30,28 @@ def axe() -> str:
 
 
 @pytest.fixture
-def site(make_run: Any, served: Any, page: Any) -> list[str]:
-    """The addresses of the pages of a server with runs and a draft."""
-    make_run("first")
+def site(make_run: Any, served: Any, page: Any, root: Path) -> list[str]:
+    """The addresses of the pages of a server with runs, a draft and a folder of images."""
+    first = make_run("first").record().id
     make_run("failed", steps=5, condition="failed", message="CUDA out of memory", samples=(), checkpoints=())
     draft = drafts_of(served.settings).new(DRAFT, name="portraits").id
-    return follow_links(served, page, [f"/{room}/{draft}" for room in ("configs", "hardware", "launch")])
+    (root / "photos").mkdir()
+    Image.new("RGB", (64, 64)).save(root / "photos/one.png")
+    (root / "photos/one.txt").write_text("a face")
+    own = {"origin": served.url, "sec-fetch-site": "same-origin"}
+    added = page.request.post("/datasets/folders", form={"folder": str(root / "photos")}, headers=own)
+    assert added.ok
+    known = [f"/{room}/{draft}" for room in ("configs", "hardware", "launch")]
+    found = follow_links(served, page, [*known, f"/compare?run={first}"])
+    assert {address.split("/")[1].partition("?")[0] for address in found} >= {
+        "datasets",
+        "compare",
+        "hardware",
+        "launch",
+        "configs",
+    }
+    assert any(address.startswith("/datasets/") for address in found)
+    return found
 
 
 def follow_links(served: Any, page: Any, first: list[str]) -> list[str]:
