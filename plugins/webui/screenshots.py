@@ -85,7 +85,7 @@ def wait_for(directory: Path, step: int) -> str:
 def take(link: str, draft: str, directory: Path, target: Path) -> None:
     with sync_playwright() as driver:
         browser = driver.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox", "--disable-gpu"])
-        page = browser.new_page(viewport={"width": 1280, "height": 860}, base_url=link.partition("?")[0])
+        page = browser.new_page(viewport={"width": 1280, "height": 860}, base_url=link.partition("/runs")[0])
         page.goto(link)
         identity = wait_for(directory, STEP)
         page.goto(f"/runs/{identity}")

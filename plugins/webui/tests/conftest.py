@@ -68,7 +68,7 @@ class Server:
 
     @property
     def link(self) -> str:
-        return f"{self.url}/?token={self.app.state.sessions.token}"
+        return f"{self.url}/runs?token={self.app.state.sessions.token}"
 
     def stop(self) -> None:
         self.app.state.closing = True

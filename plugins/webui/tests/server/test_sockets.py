@@ -195,7 +195,7 @@ def started(root: Path, data: Path, *arguments: str) -> tuple[subprocess.Popen[s
 def test_a_session_works_after_a_restart_and_ctrl_c_ends_the_server(root: Path, tmp_path: Path) -> None:
     data = tmp_path / "data"
     process, link = started(root, data, "--port=0")
-    address, port = link.partition("?")[0], int(link.split(":")[2].partition("/")[0])
+    address, port = link.partition("/runs")[0], int(link.split(":")[2].partition("/")[0])
     with httpx2.Client(base_url=address, follow_redirects=True, timeout=20) as client:
         assert client.get(link).status_code == 200
         assert stat.S_IMODE((data / "smalti/ui/sessions.json").stat().st_mode) == 0o600

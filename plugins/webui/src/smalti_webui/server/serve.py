@@ -93,8 +93,8 @@ def serve(roots: Iterable[Path], *, host: str, port: int, opens: bool, as_json: 
     """Serve until Ctrl-C or SIGTERM. Prints the link. Raises UserError if it cannot listen."""
     bound = listen(host, port)
     settings = Settings.of(roots, host=host, port=bound.getsockname()[1])
-    link = f"{settings.address}?token={settings.token}"
-    app = create_app(settings, lambda token: _print_next(f"{settings.address}?token={token}", as_json=as_json))
+    link = f"{settings.address}runs?token={settings.token}"
+    app = create_app(settings, lambda token: _print_next(f"{settings.address}runs?token={token}", as_json=as_json))
     if as_json:
         shown = {"url": link, "pid": os.getpid(), "roots": [str(root) for root in settings.roots]}
         click.echo(json.dumps(shown))
