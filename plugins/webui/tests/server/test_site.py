@@ -33,7 +33,7 @@ def axe() -> str:
 def site(make_run: Any, served: Any, page: Any, root: Path) -> list[str]:
     """The addresses of the pages of a server with runs, a draft and a folder of images."""
     first = make_run("first").record().id
-    make_run("failed", steps=5, condition="failed", message="CUDA out of memory", samples=(), checkpoints=())
+    failed = make_run("failed", steps=5, condition="failed", message="out of memory", samples=(), checkpoints=()).record().id
     draft = drafts_of(served.settings).new(DRAFT, name="portraits").id
     (root / "photos").mkdir()
     Image.new("RGB", (64, 64)).save(root / "photos/one.png")
@@ -41,7 +41,7 @@ def site(make_run: Any, served: Any, page: Any, root: Path) -> list[str]:
     own = {"origin": served.url, "sec-fetch-site": "same-origin"}
     added = page.request.post("/datasets/folders", form={"folder": str(root / "photos")}, headers=own)
     assert added.ok
-    known = [f"/{room}/{draft}" for room in ("configs", "hardware", "launch")]
+    known = [f"/runs/{first}", f"/runs/{failed}/errors", *(f"/{room}/{draft}" for room in ("configs", "hardware", "launch"))]
     found = follow_links(served, page, [*known, f"/compare?run={first}"])
     assert {address.split("/")[1].partition("?")[0] for address in found} >= {
         "datasets",
@@ -51,6 +51,7 @@ def site(make_run: Any, served: Any, page: Any, root: Path) -> list[str]:
         "configs",
     }
     assert any(address.startswith("/datasets/") for address in found)
+    assert {"metrics", "samples", "log", "config", "checkpoints", "errors"} <= {address.split("/")[-1] for address in found}
     return found
 
 
