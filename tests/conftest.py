@@ -29,6 +29,8 @@ LONGEST_FIRST = (
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # A shell's background jobs ignore Ctrl-C, and so would every process that is started here.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
