@@ -16,11 +16,21 @@ from starlette.testclient import TestClient
 
 from smalti.errors import ExitCode
 from smalti.rundir import RunDirectory, RunWriter, acquire, save_image
+from smalti_webui.configs.drafts import Draft, drafts_of
 from smalti_webui.server.app import create_app
 from smalti_webui.server.serve import configuration, listen
 from smalti_webui.server.settings import Settings
 
 CHROMIUM = shutil.which("chromium")
+TINY = """# kept
+model_family = "toy"
+toy_depth = 2
+instance_data_dir = "photos"
+output_dir = "runs/tiny"
+resolution = 32
+max_train_steps = 3
+train_batch_size = 2
+"""
 
 
 @pytest.fixture
@@ -183,3 +193,30 @@ class Runs:
             save_image(path, image, prompt=prompt, seed=number, step=step, config_digest="0" * 8, run_id=run)
             images.append({"prompt": prompt, "seed": number, "path": directory.relative(path)})
         writer.events.append("sample", step=step, overview=directory.relative(path), images=images)
+
+
+@pytest.fixture
+def own_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Caches and templates of the user who runs the tests are neither read nor changed."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+
+
+@pytest.fixture
+def photos(root: Path) -> Path:
+    folder = root / "photos"
+    folder.mkdir()
+    for number in range(4):
+        Image.new("RGB", (32, 32), (60 * number, 90, 120)).save(folder / f"{number}.png")
+        (folder / f"{number}.txt").write_text("a colour")
+    return folder
+
+
+@pytest.fixture
+def draft_in(root: Path) -> Callable[[Any], Draft]:
+    """draft_in(settings) -> a new draft of the tiny model."""
+
+    def new(settings: Settings, text: str = TINY) -> Draft:
+        return Draft.load(settings, drafts_of(settings).new(text, name="tiny").id)
+
+    return new

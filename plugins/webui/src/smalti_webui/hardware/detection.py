@@ -7,42 +7,8 @@ from dataclasses import dataclass
 
 from pydantic import TypeAdapter
 
+from smalti.models import BlockClass, Structure
 from smalti_webui.hardware.strategy import BLOCK_CLASSES
-
-
-@dataclass(frozen=True, kw_only=True)
-class BlockClass:
-    """One class of blocks. `share` is from 0 to 1; `nested` blocks are inside blocks of the suggestion."""
-
-    class_name: str
-    occurrences: int
-    parameters: int
-    share: float
-    smallest: int
-    largest: int
-    first: str
-    last: str
-    named: bool = False
-    nested: bool = False
-
-    @property
-    def percent(self) -> int:
-        return round(100 * self.share)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Structure:
-    """The model: numbers count elements."""
-
-    parameters: int
-    buffers: int
-    classes: tuple[BlockClass, ...]
-    suggested: tuple[str, ...]
-    blocks: int
-    largest_block: int
-    outside: int
-    no_split_modules: tuple[str, ...]
-    modules: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
