@@ -76,7 +76,7 @@ def compared(row: Row, folder: Path) -> Iterator[Result]:
     words = row.words(model if model.exists() else pipeline(row.model, model), folder)
     imports = (*PIPELINES, *(["deepspeed"] if "zero" in row.strategy else []))
     with forked_processes(ranks=1, group=False, imports=imports) as alone:
-        [told] = alone.run(by_rehearsal, words, ranks=row.ranks, micro=row.micro, accumulation=row.accumulation)
+        [rehearsal] = alone.run(by_rehearsal, words, ranks=row.ranks, micro=row.micro, accumulation=row.accumulation)
     with forked_processes(ranks=1, group=False, imports=imports) as alone:
         [formula] = alone.run(
             by_formula,
@@ -90,10 +90,10 @@ def compared(row: Row, folder: Path) -> Iterator[Result]:
     with forked_processes(ranks=row.ranks, group=row.ranks > 1, imports=imports) as ranks:
         found = ranks.run(measured, words)[0]
     tolerance = 1.12 if row.bf16 else 1.02
-    yield _result(f"plan: {row}: between steps, rehearsed", told.resident, found.resident, 1.001)
-    yield _result(f"plan: {row}: peak ({told.phase}), rehearsed", told.peak, found.peak, tolerance)
+    yield _result(f"plan: {row}: between steps, rehearsed", rehearsal.resident, found.resident, 1.001)
+    yield _result(f"plan: {row}: peak ({rehearsal.phase}), rehearsed", rehearsal.peak, found.peak, tolerance)
     if formula is not None:
-        resident, peak = formula.resident + told.beside, formula.peak + told.beside
+        resident, peak = formula.resident + rehearsal.beside, formula.peak + rehearsal.beside
         yield _result(f"plan: {row}: between steps, formula", resident, found.resident, 1.02)
         yield _result(f"plan: {row}: peak ({formula.phase}), formula", peak, found.peak, 1.15)
 
@@ -112,10 +112,10 @@ def large(folder: Path) -> Iterator[Result]:
     for micro in (1, 4):
         way = replace(run, effective_batch=8 * micro)
         formula = estimate(facts, way, strategy, "full", micro, device, world)
-        told = rehearsed(formula, config, plugins, device)
-        assert told.error is None, told.error
+        rehearsal = rehearsed(formula, config, plugins, device)
+        assert rehearsal.error is None, rehearsal.error
         name = f"plan: FLUX.1 dev, full, bf16, fsdp2 x8, recompute full, batch {micro}x1: peak, formula over rehearsed"
-        yield _result(name, formula.counted.peak.total, told.counted.peak.total, 1.15)
+        yield _result(name, formula.counted.peak.total, rehearsal.counted.peak.total, 1.15)
 
 
 def _result(name: str, predicted: int, real: int, goal: float) -> Result:

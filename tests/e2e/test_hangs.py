@@ -42,11 +42,11 @@ def test_a_hang_is_reported_with_stacks_and_the_rank_that_is_awaited_long_before
     stopped = run.workers()[1]
     stopped.send_signal(signal.SIGSTOP)
     code, output = run.wait()
-    [told] = [line for line in output.splitlines() if "the run hangs" in line]
+    [reported] = [line for line in output.splitlines() if "the run hangs" in line]
     [event] = [event for event in read_events(tmp_path / "run" / "events.jsonl") if event.fields.get("hang")]
     report = (tmp_path / "run" / event.text("stacks")).read_text()
     for part in ("rank 0 waits in", "its process is stopped", "gloo:", "rank 1 does not tell its last call"):
-        assert part in told
+        assert part in reported
     for part in (f"rank 1: process {stopped.pid}", "no stacks: the process does not answer", "trainer.py"):
         assert part in report
     assert report.count("most recent call first") > 1

@@ -116,12 +116,12 @@ class Estimate:
 
 
 def by_rehearsal(words: Sequence[str], *, ranks: int, micro: int, accumulation: int) -> Estimate:
-    told = rehearsed(words, ranks=ranks, micro_batch=micro, accumulation=accumulation)
-    if told.error is not None:
-        raise RuntimeError(f"{told.error.message}\n{told.error.where}\n{told.error.traceback}")
-    peaks = {phase: told.phases[phase].device.total for phase in STEP}
+    rehearsal = rehearsed(words, ranks=ranks, micro_batch=micro, accumulation=accumulation)
+    if rehearsal.error is not None:
+        raise RuntimeError(f"{rehearsal.error.message}\n{rehearsal.error.where}\n{rehearsal.error.traceback}")
+    peaks = {phase: rehearsal.phases[phase].device.total for phase in STEP}
     phase = max(peaks, key=lambda name: peaks[name])
-    return Estimate(resident=told.resident.total, peak=peaks[phase], phase=phase, beside=told.resident.frozen)
+    return Estimate(resident=rehearsal.resident.total, peak=peaks[phase], phase=phase, beside=rehearsal.resident.frozen)
 
 
 def by_formula(words: Sequence[str], *, strategy: str, recompute: str, micro: int, ranks: int, local: int) -> Estimate | None:

@@ -26,12 +26,12 @@ def test_bytes_are_those_of_real_ranks(name, tmp_path):
     paths = {"instance_data_dir": tmp_path, "output_dir": tmp_path / "run"}
     words = as_words({**COMMON, **paths, **options, "num_processes": ranks}, (*flags, "use_cpu"))
     with forked_processes(ranks=1, group=False) as process:
-        [told] = process.run(rehearsed, words, ranks=ranks, accumulation=options.get("gradient_accumulation_steps", 1))
-    assert told.error is None
+        [rehearsal] = process.run(rehearsed, words, ranks=ranks, accumulation=options.get("gradient_accumulation_steps", 1))
+    assert rehearsal.error is None
     with forked_processes(ranks=ranks, group=ranks > 1) as processes:
         found = processes.run(measured, words)[0]
     own = DDP_OWN if name.startswith("ddp") else 0
-    assert 0 <= found.resident - told.resident.total <= own
-    peak = max(told.phases[phase].device.total for phase in STEP)
+    assert 0 <= found.resident - rehearsal.resident.total <= own
+    peak = max(rehearsal.phases[phase].device.total for phase in STEP)
     assert peak == pytest.approx(found.peak, rel=0.01)
     assert not (tmp_path / "run").exists(), "nothing of the run is touched"

@@ -31,8 +31,8 @@ def words(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def told(words):
-    """told(row) -> its rehearsal."""
+def rehearsal_of(words):
+    """rehearsal_of(row) -> its rehearsal."""
     known = {}
 
     def of(row):
@@ -47,17 +47,17 @@ def told(words):
 
 
 @pytest.mark.parametrize("row", REAL, ids=str)
-def test_a_rehearsal_counts_the_bytes_of_real_ranks(row, words, told):
+def test_a_rehearsal_counts_the_bytes_of_real_ranks(row, words, rehearsal_of):
     with forked_processes(ranks=row.ranks, imports=PIPELINES) as processes:
         found = processes.run(measured, words(row))[0]
-    assert 0 <= found.resident - told(row).resident <= (DDP_OWN if row.strategy == "ddp" else 0)
-    assert told(row).peak == pytest.approx(found.peak, rel=0.02)
+    assert 0 <= found.resident - rehearsal_of(row).resident <= (DDP_OWN if row.strategy == "ddp" else 0)
+    assert rehearsal_of(row).peak == pytest.approx(found.peak, rel=0.02)
 
 
 @pytest.mark.parametrize("row", REAL, ids=str)
-def test_a_formula_is_near_the_rehearsal(row, words, told):
+def test_a_formula_is_near_the_rehearsal(row, words, rehearsal_of):
     settings = {"strategy": row.proposed, "recompute": row.recompute, "micro": row.micro}
     with forked_processes(ranks=1, group=False, imports=PIPELINES) as process:
         [formula] = process.run(by_formula, words(row), **settings, ranks=row.ranks, local=row.local)
-    assert formula.resident + told(row).beside == pytest.approx(told(row).resident, rel=0.05)
-    assert formula.peak + told(row).beside == pytest.approx(told(row).peak, rel=0.15)
+    assert formula.resident + rehearsal_of(row).beside == pytest.approx(rehearsal_of(row).resident, rel=0.05)
+    assert formula.peak + rehearsal_of(row).beside == pytest.approx(rehearsal_of(row).peak, rel=0.15)

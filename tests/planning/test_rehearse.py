@@ -56,11 +56,11 @@ def test_zero_with_its_optimizer_offloaded_is_rehearsed_without_what_it_compiles
     command_line = CommandLine.parse(words)
     candidate = Candidate(strategy="deepspeed", stage=3, offload=True, options={"deepspeed_config": zero})
     device = device_models()["h100-80g"]
-    told = rehearse(command_line.config(), command_line.plugins, device, candidate, ranks=8, rank=3)
-    assert told.error is None
-    assert told.resident.optimizer == 0
-    assert told.resident_host >= (4 + 8) * told.trainable / 8, "fp32 weights and the state of AdamW"
-    assert told.resident.parameters < 2 * told.parameters, "less than a whole copy in bf16"
+    rehearsal = rehearse(command_line.config(), command_line.plugins, device, candidate, ranks=8, rank=3)
+    assert rehearsal.error is None
+    assert rehearsal.resident.optimizer == 0
+    assert rehearsal.resident_host >= (4 + 8) * rehearsal.trainable / 8, "fp32 weights and the state of AdamW"
+    assert rehearsal.resident.parameters < 2 * rehearsal.parameters, "less than a whole copy in bf16"
 
 
 def test_a_pipeline_without_weights_is_enough(tmp_path):
@@ -76,11 +76,11 @@ def test_a_pipeline_without_weights_is_enough(tmp_path):
         {**own, "instance_data_dir": tmp_path, "output_dir": tmp_path / "run"}, ["use_cpu", "gradient_checkpointing"]
     )
     with forked_processes(ranks=1, group=False) as process:
-        [told] = process.run(rehearsed, words, micro_batch=2)
-    assert told.error is None
-    assert told.text_tokens == 32
-    assert {"encode texts", "encode images", "validation"} <= told.phases.keys()
-    assert told.phases["encode texts"].device.frozen > 0
+        [rehearsal] = process.run(rehearsed, words, micro_batch=2)
+    assert rehearsal.error is None
+    assert rehearsal.text_tokens == 32
+    assert {"encode texts", "encode images", "validation"} <= rehearsal.phases.keys()
+    assert rehearsal.phases["encode texts"].device.frozen > 0
 
 
 def failing(words):
@@ -97,8 +97,8 @@ def failing(words):
 def test_an_error_of_the_run_is_told_with_its_line(tmp_path):
     words = as_words({**COMMON, "instance_data_dir": tmp_path, "output_dir": tmp_path / "run"}, ["use_cpu"])
     with forked_processes(ranks=1, group=False) as process:
-        [told] = process.run(failing, words)
-    assert told.error is not None
-    assert told.error.phase == "step"
-    assert "test_rehearse.py:" in told.error.where
-    assert "in forward" in told.error.where
+        [rehearsal] = process.run(failing, words)
+    assert rehearsal.error is not None
+    assert rehearsal.error.phase == "step"
+    assert "test_rehearse.py:" in rehearsal.error.where
+    assert "in forward" in rehearsal.error.where

@@ -70,7 +70,7 @@ def calibrations() -> CacheFile:
 
 
 def calibration_of(device: DeviceModel, products: Products, ranks: int) -> Calibration | None:
-    """What was measured on such devices; None if nothing was. Of processors, with so many ranks of this node."""
+    """What was measured on such devices; None if nothing was. On CPUs it depends on the number of ranks on this node."""
     known = calibrations().get(_key(device, products, ranks))
     if isinstance(known, dict):
         with suppress(TypeError):
@@ -95,7 +95,7 @@ def calibrate(arguments: Sequence[str], choice: Choice, model: ModelFacts, run: 
 def fitted(
     choice: Choice, model: ModelFacts, run: RunFacts, device: DeviceModel, rates: Rates, seconds: float, peak: int = 0
 ) -> Calibration:
-    """The calibration by which a step of this way takes so many seconds, with the rates that were measured by themselves."""
+    """The calibration with which the formula of a step gives `seconds`, using the rates that were measured by themselves."""
     found = _efficiency(device, 1.0, rates.memory, rates.links, rates.dispatch)
 
     def seconds_with(efficiency: Efficiency) -> float:

@@ -48,7 +48,9 @@ class Rates:
 
 
 def measure_rates(ranks: int, kind: str, clock: Clock = "wall") -> Rates:
-    """Start so many ranks on this node for some seconds; the slowest one counts. Raises UserError with the end of their output.
+    """Measure with `ranks` processes on this node for some seconds; the slowest one counts.
+
+    Raises UserError with the end of their output.
 
     The clock "cpu" counts CPU seconds, which other load on the processors does not change.
     """

@@ -18,7 +18,7 @@ _FEW = 3
 
 
 def worth_rehearsing(found: Sequence[Choice], own: Choice | None, most: int = _FEW) -> list[Choice]:
-    """What is configured, and the best way of each of so many strategies that may fit."""
+    """What is configured, and the best way of each of the first strategies that may fit."""
     firsts: dict[str, Choice] = {}
     for each in found:
         if each.fit.level != "does not fit" and each.strategy.can_be_rehearsed:

@@ -20,7 +20,7 @@ def photos(root: Path) -> Path:
     folder.mkdir()
     for name in ("a", "b"):
         Image.new("RGB", (64, 48), "teal").save(folder / f"{name}.png")
-        (folder / f"{name}.txt").write_text(f"a picture of {name}\n")
+        (folder / f"{name}.txt").write_text(f"a photo of {name}\n")
     return folder
 
 
@@ -76,7 +76,7 @@ def test_a_caption_is_edited_with_the_keyboard_and_undone(page: Any, photos: Pat
 
     page.get_by_role("button", name="Undo the last change").click()
     page.locator("#toasts .toast", has_text="undone").wait_for()
-    assert (photos / "a.txt").read_text() == "a picture of a\n"
+    assert (photos / "a.txt").read_text() == "a photo of a\n"
     page.keyboard.press("Alt+ArrowRight")
     page.get_by_label("Caption of b.png").wait_for()
     page.keyboard.press("Escape")

@@ -121,7 +121,7 @@ def test_a_request_reaches_the_run_and_its_answer_is_shown(
         while not taken:
             for request in writer.take_requests():
                 taken.append(request.kind)
-                writer.acknowledge(request, accepted=accepted, message="as you wish" if accepted else "no prompts")
+                writer.acknowledge(request, accepted=accepted, message="accepted" if accepted else "no prompts")
             time.sleep(0.02)
 
     thread = threading.Thread(target=obey)
@@ -131,9 +131,9 @@ def test_a_request_reaches_the_run_and_its_answer_is_shown(
     assert answer.status_code == 200
     (message,) = json.loads(answer.headers["hx-trigger"])["toast"]["messages"]
     assert message["level"] == ("success" if accepted else "error")
-    assert ("as you wish" if accepted else "no prompts") in message["text"]
+    assert ("accepted" if accepted else "no prompts") in message["text"]
     assert taken == [kind]
-    assert ("as you wish" if accepted else "no prompts") in client.get(f"/runs/{id_of(run)}/overview").text
+    assert ("accepted" if accepted else "no prompts") in client.get(f"/runs/{id_of(run)}/overview").text
     writer.close()
 
 

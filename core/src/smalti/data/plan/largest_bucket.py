@@ -52,7 +52,7 @@ def buckets_key(config: Config, plugins: Plugins) -> str:
 
 
 def _trained(config: Config, plugins: Plugins) -> list[DatasetSpec]:
-    """None where the datasets have mistakes: those are reported by a run, and need not be mended to plan it."""
+    """None if the configuration of the datasets has errors: a run reports them, and a plan does not need them fixed."""
     try:
         return [spec for spec in dataset_specs(config, catalog_of(plugins)) if spec.dataset_type == "image"]
     except ConfigError:

@@ -144,7 +144,7 @@ def _kept(block: BlockFacts, mode: Recompute) -> int:
 
 
 def _transient(block: BlockFacts, mode: Recompute) -> float:
-    """Bytes that one sample takes besides at the peak of the block's backward pass."""
+    """Additional bytes for one sample at the peak of the block's backward pass."""
     if mode == "none":
         return block.extra if block.again else _OF_GRADIENTS * block.saved
     again = block.again or (1 + _OF_GRADIENTS) * block.saved

@@ -35,7 +35,7 @@ class Efficiency:
     collectives: Mapping[str, float] = field(default_factory=dict)
 
     def times(self, factor: float) -> Efficiency:
-        """The same, so many times as fast."""
+        """The same with every share multiplied by the factor."""
         return Efficiency(
             products=self.products * factor,
             memory=self.memory * factor,

@@ -103,7 +103,7 @@ class Draft:
         return bool(self.target) and self.base == digest(self.text.encode()) and not self.pending
 
 
-class StaleDraft(Exception):  # noqa: N818 - names what is the matter
+class StaleDraft(Exception):  # noqa: N818 - not an error of the server
     """A change was made on an older version than `current`."""
 
     def __init__(self, current: Draft) -> None:

@@ -36,7 +36,7 @@ class OnDisk:
     seen: str
 
 
-class ChangedMeanwhile(Exception):  # noqa: N818 - names what is the matter
+class ChangedMeanwhile(Exception):  # noqa: N818 - not an error of the server
     """The file is not the one that was shown."""
 
 

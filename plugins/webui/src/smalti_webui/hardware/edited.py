@@ -11,7 +11,7 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from smalti import Config, Problem, UserError
+from smalti import Config, InvalidOptionError, Problem, UserError
 from smalti.config import LaunchOptions, Option, RunOptions, Schema, draft as resolved
 from smalti.plugins import Plugins, Selection, load_plugins, plugin_problems, schema_of, selection_of
 from smalti_webui.configs.drafts import Draft
@@ -74,7 +74,7 @@ class Edited:
         """The value that a run would have; what is given, if that is not valid."""
         try:
             return self.config.value(name)
-        except Exception:  # noqa: BLE001 - an invalid option raises; what was given is shown then
+        except (InvalidOptionError, KeyError):  # what was given is shown then
             return self.values.get(name)
 
     def field(self, name: str) -> OptionField | None:
@@ -130,7 +130,7 @@ class Edited:
     def _valid(self, group: type, name: str) -> object:
         try:
             return getattr(self.config[group], name)
-        except Exception:  # noqa: BLE001 - an invalid option raises
+        except (InvalidOptionError, KeyError):
             return None
 
 

@@ -17,7 +17,7 @@ from smalti_webui.server.templating import page
 
 router = APIRouter(prefix="/compare")
 MOST = 8
-"""Runs that are compared at most: more cannot be told apart."""
+"""Runs that are compared at most: more colours are hard to distinguish."""
 
 
 @router.get("")

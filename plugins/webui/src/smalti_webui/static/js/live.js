@@ -80,7 +80,7 @@ export function refreshSoon() {
   }, Math.max(50, last_refresh + REFRESH_MS - Date.now()));
 }
 
-/** Call `look` every so many milliseconds while the page is visible, and once when it becomes visible again. */
+/** Call `look` at an interval in milliseconds while the page is visible, and once when it becomes visible again. */
 export function whileVisible(look, milliseconds) {
   setInterval(() => document.hidden || look(), milliseconds);
   document.addEventListener("visibilitychange", () => document.hidden || look());
