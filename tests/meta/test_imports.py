@@ -6,10 +6,14 @@ import re
 import subprocess
 import sys
 import textwrap
+import tomllib
 from collections.abc import Iterator
+from importlib.metadata import packages_distributions
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 import smalti
 
@@ -124,3 +128,21 @@ def test_what_makes_the_families_imports_no_more_than_a_launcher_needs():
     code += "print(*later & sys.modules.keys())"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stdout.split()) == (0, []), done.stderr
+
+
+IMPORTED_BY_OTHERS = {"safetensors", "protobuf", "sentencepiece", "python-multipart"}
+"""What torch reads checkpoints with, transformers tokenizers, and FastAPI forms."""
+
+
+def test_every_dependency_of_a_package_is_imported_by_it(root):
+    installed = packages_distributions()
+    unused = {}
+    for project in (path.parent for path in [root / "core" / "pyproject.toml", *root.glob("plugins/*/pyproject.toml")]):
+        declared = tomllib.loads((project / "pyproject.toml").read_text())["project"]["dependencies"]
+        modules = {
+            module.partition(".")[0] for path in project.glob("src/**/*.py") for module in imports(path, at_import=False)
+        }
+        imported = {canonicalize_name(name) for module in modules for name in installed.get(module) or (module,)}
+        unused[project.name] = {canonicalize_name(Requirement(each).name) for each in declared} - imported - IMPORTED_BY_OTHERS
+    assert {name: left for name, left in unused.items() if left} == {}
+    assert len(unused) >= 11

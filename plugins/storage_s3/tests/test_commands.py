@@ -13,6 +13,8 @@ from smalti.cli import main
 from smalti.data import AccessDeniedError, StorageError
 from smalti.errors import ExitCode
 from smalti_storage_s3.client.attempts import Timeouts
+from smalti_storage_s3.client.boto import BotoTransport
+from smalti_storage_s3.client.settings import settings_of
 from smalti_storage_s3.commands import s3
 from smalti_testing import FaultProxy
 
@@ -146,3 +148,25 @@ def test_a_scan_counts_requests_and_bytes(store, opened, data_file, image, smalt
     assert found["traffic"]["requests"] >= 4  # a listing and three beginnings of files
     assert found["traffic"]["received"] <= 3 * 16_384 + 5_000
     assert " requests to the storage, " in smalti("dataset", "scan", f"--data_backend_config={path}")
+
+
+def test_credentials_and_region_are_those_of_boto3_and_the_store_is_told_so(store, options, tmp_path, monkeypatch):
+    keys = f"aws_access_key_id={store.access_key}\naws_secret_access_key={store.secret_key}\nregion=eu-west-3\n"
+    (tmp_path / "credentials").write_text(f"[own]\n{keys}")
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "credentials"))
+    monkeypatch.setenv("AWS_PROFILE", "own")
+    given = {key: value for key, value in options(store).items() if key not in ("aws_access_key_id", "aws_secret_access_key")}
+    transport = BotoTransport(settings_of(given, "test"), Timeouts())
+    agents = []
+    transport.client.meta.events.register("before-send.s3", lambda request, **_: agents.append(request.headers["User-Agent"]))
+    transport.put("profile/a", b"1", {})
+    assert (transport.region, transport.session.profile_name) == ("eu-west-3", "own")
+    assert agents
+    assert all(agent.startswith(b"Boto3/") for agent in agents)
+
+
+def test_the_descriptions_of_services_are_read_once_for_all_clients(store, options):
+    transports = [BotoTransport(settings_of(options(store), "test"), Timeouts()) for _ in range(3)]
+    loaders = [transport.session._session.get_component("data_loader") for transport in transports]
+    assert len({id(loader) for loader in loaders}) == 1
+    assert len(loaders[0].search_paths) == len(set(loaders[0].search_paths))

@@ -22,7 +22,7 @@ SHORT = Timeouts(deadline=15, first_deadline=15, pause=0.002, longest_pause=0.02
 IN_PARTS = {"create": ("503", "lost_reply"), "part": ("503", "cut", "flip_put"), "complete": ("lost_reply", "error_body")}
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["botocore", "obstore"])
+@pytest.fixture(scope="module", params=[False, True], ids=["boto3", "obstore"])
 def behind(request, store, opened):
     """Opens a storage behind a proxy; the proxy; and the same place without the proxy."""
     place = {"aws_data_prefix": f"faults-{request.param}/"}

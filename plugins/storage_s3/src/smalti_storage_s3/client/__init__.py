@@ -1,1 +1,1 @@
-"""S3 as a storage: settings, transports, retries, whole files. Imports botocore and obstore when a request is sent."""
+"""S3 as a storage: settings, transports, retries, whole files. Imports boto3 and obstore when a request is sent."""

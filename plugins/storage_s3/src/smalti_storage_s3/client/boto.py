@@ -1,4 +1,4 @@
-"""Requests with botocore, which boto3 consists of: it knows every way to find credentials. Retries are in `attempts`."""
+"""Requests with boto3, which knows every way to find credentials. Retries are in `attempts`."""
 
 from __future__ import annotations
 
@@ -29,33 +29,39 @@ def _loader() -> Any:
 
 
 def open_session(settings: S3Settings) -> Any:
-    """Returns a session of botocore. Raises a Fault for a profile that does not exist."""
+    """Returns a session of boto3. Raises a Fault for a profile that does not exist."""
+    from boto3 import Session
     from botocore.exceptions import ProfileNotFound
-    from botocore.session import Session
+    from botocore.session import get_session
 
-    session = Session(profile=settings.profile_name)
-    session.register_component("data_loader", _loader())
+    core = get_session()
     try:
-        if settings.access_key_id:
-            session.set_credentials(settings.access_key_id, settings.secret_access_key, settings.session_token)
-        session.get_config_variable("region")  # reads the profile
+        session = Session(
+            settings.access_key_id,
+            settings.secret_access_key,
+            settings.session_token,
+            botocore_session=core,
+            profile_name=settings.profile_name,
+        )
+        session.region_name  # noqa: B018 - reads the profile
     except ProfileNotFound:
         raise Fault(Kind.DENIED, "ProfileNotFound") from None
+    core.register_component("data_loader", _loader())  # afterwards: each session of boto3 adds a folder to its loader
     return session
 
 
 def region_of(settings: S3Settings, session: Any) -> str:
-    """The region that requests are signed for. Without one, botocore asks where a bucket of AWS is; R2 has one called auto."""
-    found = settings.region_name or session.get_config_variable("region") or os.environ.get("AWS_REGION")
+    """The region that requests are signed for. Without one, boto3 asks where a bucket of AWS is; R2 has one called auto."""
+    found = settings.region_name or session.region_name or os.environ.get("AWS_REGION")
     if found:
         return str(found)
     return "auto" if "cloudflarestorage.com" in (settings.endpoint_url or "") else "us-east-1"
 
 
 class BotoTransport:
-    """One client, which all threads share. Also what only botocore has: listings, and uploads in parts."""
+    """One client, which all threads share. Also what only boto3 has: listings, and uploads in parts."""
 
-    name = "botocore"
+    name = "boto3"
 
     def __init__(self, settings: S3Settings, timeouts: Timeouts) -> None:
         from botocore.config import Config
@@ -71,15 +77,13 @@ class BotoTransport:
             max_pool_connections=settings.max_pool_connections,
             tcp_keepalive=True,
             parameter_validation=False,
-            # Stores that are merely compatible refuse the checksums that botocore adds by itself. They know Content-MD5.
+            # Stores that are merely compatible refuse the checksums that boto3 adds by itself. They know Content-MD5.
             request_checksum_calculation="when_required",
             response_checksum_validation="when_required",
             s3={"addressing_style": "path" if settings.endpoint_url else "auto"},
         )
         with _faults():
-            self.client = self.session.create_client(
-                "s3", endpoint_url=settings.endpoint_url, region_name=self.region, config=config
-            )
+            self.client = self.session.client("s3", endpoint_url=settings.endpoint_url, region_name=self.region, config=config)
         self.client.meta.events.register("before-parse.s3.ListObjectsV2", _take_listing)
 
     def bucket_region(self) -> str:
@@ -176,7 +180,7 @@ class BotoTransport:
 
 
 def _sent(data: Block) -> tuple[bytes | bytearray, str]:
-    """What botocore can send, with the digest that stores refuse other bytes by."""
+    """What boto3 can send, with the digest that stores refuse other bytes by."""
     body = data if isinstance(data, bytes) else bytearray(data)
     return body, b64encode(md5(body, usedforsecurity=False).digest()).decode()
 
@@ -202,7 +206,7 @@ def _etag(found: Mapping[str, Any]) -> str:
 
 
 def _take_listing(response_dict: dict[str, Any], customized_response_dict: dict[str, Any], **_: object) -> None:
-    """Parse a listing here, in a tenth of botocore's time, and leave botocore an empty one."""
+    """Parse a listing here, in a tenth of boto3's time, and leave boto3 an empty one."""
     if response_dict["status_code"] == 200:
         page = parse_page(response_dict["body"], response_dict["headers"].get("server", ""))
         if page is not None:
@@ -220,7 +224,7 @@ def _blocks(body: Any) -> Iterator[bytes]:
 
 @contextmanager
 def _faults(*, changed: bool = False) -> Iterator[None]:
-    """Turns what botocore raises into Faults. `changed`: a failed precondition means that the object is another one."""
+    """Turns what boto3 raises into Faults. `changed`: a failed precondition means that the object is another one."""
     from botocore import exceptions as boto
     from botocore.parsers import ResponseParserError
 

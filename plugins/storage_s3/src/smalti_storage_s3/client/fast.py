@@ -1,4 +1,4 @@
-"""Small objects with obstore, where it is installed: a third of botocore's CPU time. Credentials and all else are botocore's.
+"""Small objects with obstore, where it is installed: a third of boto3's CPU time. Credentials and all else are boto3's.
 
 obstore checks lengths and ranges, and no digest; that is done above it, for both.
 """
@@ -119,7 +119,7 @@ class FastTransport:
         )
 
     def _credential(self) -> Any:
-        """What obstore signs with; asked again when it expires. botocore renews it where it can."""
+        """What obstore signs with; asked again when it expires. boto3 renews it where it can."""
         frozen = self._credentials.get_frozen_credentials()
         renewed = self._credentials.method not in ("explicit", "env", "shared-credentials-file", "config-file")
         return {

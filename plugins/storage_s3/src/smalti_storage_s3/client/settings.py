@@ -28,7 +28,7 @@ Text = Annotated[str, StringConstraints(strip_whitespace=True, min_length=1)]
 
 
 class S3Settings(BaseModel):
-    """One bucket and the part of it that is used. None: what botocore finds in the environment, the profile or the role.
+    """One bucket and the part of it that is used. None: what boto3 finds in the environment, the profile or the role.
 
     `prefix` is empty or ends with "/". Credentials are never printed.
     """

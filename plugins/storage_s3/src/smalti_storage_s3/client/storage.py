@@ -46,7 +46,7 @@ def open_url(url: str) -> S3Storage:
 class S3Storage:
     """Objects of a bucket below a prefix. What it writes has a digest in its metadata, which whole reads are checked with.
 
-    `fast` false: botocore also for small objects. `part`: bytes of a part of a large file. Safe for threads, and for use
+    `fast` false: boto3 also for small objects. `part`: bytes of a part of a large file. Safe for threads, and for use
     before and after a fork.
     """
 
