@@ -9,14 +9,16 @@ from pathlib import Path
 
 import pytest
 
+from smalti.cli.pages.help import CommandCollector
 from smalti.config import reference_keys_page
 from smalti.config.resolution import resolve
 from smalti.data.datasets.parse import DataDefaults, parse_datasets
 from smalti.data.datasets.reference import SECTIONS, dataset_reference
 from smalti.data.datasets.spec import ENTRY_KEYS
 from smalti.errors import ConfigError
+from smalti.hookspecs import HookSpecs
 from smalti.migration.tables import tables_page
-from smalti.plugins.discovery import load_plugins
+from smalti.plugins.discovery import Selection, load_plugins
 from smalti.plugins.schema import schema_of
 
 _LINK = re.compile(r"\]\((?!https?:)([^)\s]*)\)")
@@ -168,6 +170,21 @@ def test_the_python_names_are_there(pages):
         except (ImportError, AttributeError):
             missing.append(f"{page}: {name}")
     assert missing == []
+
+
+def test_the_usual_install_has_the_health_of_gpus_and_the_web_page(pages, root):
+    lines = {
+        path.name: line for path, text in pages.items() for line in re.findall(r"^pip install \./core .*fsdp2.*$", text, re.M)
+    }
+    assert lines.keys() == {"README.md", "install.md"}
+    [line] = set(lines.values())
+    projects = [root / folder / "pyproject.toml" for folder in re.findall(r"plugins/\w+", line)]
+    entries = [tomllib.loads(path.read_text())["project"]["entry-points"]["smalti.plugins"] for path in projects]
+    plugins = load_plugins(Selection(only=tuple(name for each in entries for name in each)))
+    assert schema_of(plugins).options.keys() >= {"fsdp_enable", "gpu_health", "webhook_config"}
+    commands = CommandCollector()
+    plugins.gather(HookSpecs.register_commands, commands=commands)
+    assert commands.commands.keys() >= {"health", "ui", "webhook"}
 
 
 def test_links_lead_to_files_and_headings_that_are_there(pages):
