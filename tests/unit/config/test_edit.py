@@ -127,6 +127,7 @@ values = st.recursive(
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @example(content={"run": {}}, indent=None, ascii_=True)
 @example(content={"--": None}, indent=None, ascii_=True)
+@example(content={"--0": None}, indent=None, ascii_=True)
 @given(
     content=st.dictionaries(st.text(max_size=8), values, max_size=5),
     indent=st.sampled_from([None, 2, "\t"]),

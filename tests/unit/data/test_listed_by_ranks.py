@@ -90,6 +90,7 @@ KEYS = st.sets(TEXTS.map(lambda text: "/".join(filter(None, text.replace(".", ""
 @given(keys=KEYS, known=st.lists(TEXTS, max_size=3, unique=True))
 @example(keys={f"{number:04}" for number in range(50)}, known=[])
 @example(keys={"a" * length for length in range(1, 30)}, known=[])
+@example(keys={"a\U0010ffffa", "a\U0010ffff0", "00", "a", "b", "000", "0"}, known=["/"])
 def test_every_file_is_listed_once_in_order(keys: set[str], known: list[str]) -> None:
     with TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
         patch.setattr(listing, "FIRST_ROWS", 3)

@@ -86,7 +86,7 @@ def _place_of(content: Mapping[str, object], schema: Schema, option: Option, pat
                 return section, key
     if isinstance(inner, dict):
         return named, option.name
-    return "", f"--{option.name}" if any(key.startswith("--") and key != "--" for key in content) else option.name
+    return "", f"--{option.name}" if any(key.startswith("--") and schema.find(key) for key in content) else option.name
 
 
 def _like(old: object, value: Value, path: Path) -> Value:

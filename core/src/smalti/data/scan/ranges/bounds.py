@@ -35,7 +35,7 @@ def split_keys(next_key: NextKey, after: str, until: str | None, pieces: int) ->
     key: str | None = first
     while key is not None and len(bounds) < _MOST:
         bound = key[: low + 1] + _LAST
-        if bounds and bound <= bounds[-1]:
+        if bound <= (bounds[-1] if bounds else after):  # of keys that contain _LAST themselves
             break
         bounds.append(bound)
         key = found(bound)
