@@ -10,9 +10,10 @@ PROJECTS := core/pyproject.toml $(wildcard plugins/*/pyproject.toml)
 ARGS ?=
 # One thread a process: the tests and the demo start several processes on few cores.
 LIBAIO := $(CURDIR)/$(VENV)/libaio
-TEST_ENV := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= HF_HOME=$(CURDIR)/$(VENV)/hf CXX=$(CURDIR)/tests/support/quick-c++ TORCH_EXTENSIONS_DIR=$(CURDIR)/$(VENV)/compiled \
-	CPATH=$(LIBAIO)/include$${CPATH:+:$$CPATH} LIBRARY_PATH=$(LIBAIO)/lib$${LIBRARY_PATH:+:$$LIBRARY_PATH} \
-	LD_LIBRARY_PATH=$(LIBAIO)/lib$${LD_LIBRARY_PATH:+:$$LD_LIBRARY_PATH}
+TEST_ENV := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= HF_HOME="$(CURDIR)/$(VENV)/hf" TORCH_EXTENSIONS_DIR="$(CURDIR)/$(VENV)/compiled" \
+	PATH="$(CURDIR)/tests/support:$$PATH" CXX=quick-c++ \
+	CPATH="$(LIBAIO)/include$${CPATH:+:$$CPATH}" LIBRARY_PATH="$(LIBAIO)/lib$${LIBRARY_PATH:+:$$LIBRARY_PATH}" \
+	LD_LIBRARY_PATH="$(LIBAIO)/lib$${LD_LIBRARY_PATH:+:$$LD_LIBRARY_PATH}"
 
 .PHONY: demo demo-flux test check lint fix torture bench clean
 
@@ -33,7 +34,7 @@ demo-flux: $(VENV)/demo-flux.done
 	test -e demo/flux-export || $(BIN)/smalti checkpoint export demo/flux-run --to demo/flux-export
 
 test: $(VENV)/dev.done $(VENV)/compiled.done
-	$(TEST_ENV) $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder --maxfail=10 $(ARGS)
+	$(TEST_ENV) $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder --maxfail=10 --durations=20 $(ARGS)
 
 check: lint
 	$(TEST_ENV) $(BIN)/python -m pytest tests/meta $(ARGS)

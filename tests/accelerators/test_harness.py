@@ -96,3 +96,15 @@ def test_waiting_of_the_host_is_told_from_work_beside_it(process):
 def test_a_fused_step_refuses_a_count_in_host_memory(process):
     process.run(step_with_count_on, "cuda:0")
     assert "expected all tensors to be on the same device" in process.attempt(step_with_count_on, "cpu")[0].error
+
+
+def test_functions_are_told_by_the_folders_of_the_packages_whatever_a_clone_is_called():
+    import torch
+
+    from accelerators.watching import module_of
+    from smalti.training import trainer
+
+    assert module_of(trainer.__file__) == "training.trainer"
+    assert module_of(torch.__file__) is None
+    assert module_of("/home/me/smalti/.venv/lib/python3.11/site-packages/torch/x.py") is None
+    assert module_of("/home/me/smalti/tests/accelerators/watching.py") is None

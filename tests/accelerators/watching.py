@@ -6,6 +6,8 @@ import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -18,7 +20,7 @@ from smalti.planning.rehearsal.devices import fake_cuda
 
 aten = torch.ops.aten
 _COPIES = (aten._to_copy.default, aten.copy_.default, aten._foreach_copy_.default)
-_PACKAGES = ("/smalti/", "/smalti_fsdp2/", "/smalti_deepspeed/", "/smalti_diffusers/")
+_PACKAGES = ("smalti", "smalti_fsdp2", "smalti_deepspeed", "smalti_diffusers")
 _NUMPY = {torch.uint8: np.uint8, torch.float32: np.float32, torch.int64: np.int64}
 _PIN = (aten._pin_memory.default, aten.pin_memory.default)
 
@@ -233,13 +235,21 @@ def _where() -> str:
     """The innermost function of smalti's that is being called: "training.trainer.train_step"."""
     frame = sys._getframe(2)
     while frame is not None:
-        if (module := _module(frame.f_code.co_filename)) is not None:
+        if (module := module_of(frame.f_code.co_filename)) is not None:
             return f"{module}.{frame.f_code.co_qualname.replace('.<locals>', '')}"
         frame = frame.f_back
     return ""
 
 
 @cache
-def _module(file: str) -> str | None:
-    package = next((name for name in _PACKAGES if name in file), None)
-    return file.rpartition(package)[2].removesuffix(".py").replace("/", ".") if package else None
+def module_of(file: str) -> str | None:
+    """A file of smalti's packages as a module within its package; None for any other, whatever the folders above are called."""
+    folder = next((each for each in _folders() if file.startswith(f"{each}/")), None)
+    return file[len(folder) + 1 :].removesuffix(".py").replace("/", ".") if folder else None
+
+
+@cache
+def _folders() -> list[str]:
+    """Those of the installed packages."""
+    found = [spec for name in _PACKAGES if (spec := find_spec(name)) is not None]
+    return [str(Path(spec.origin).parent) for spec in found if spec.origin is not None]

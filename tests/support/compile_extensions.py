@@ -13,7 +13,6 @@ import os
 import shutil
 import subprocess
 import sys
-from ctypes.util import find_library
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
@@ -27,7 +26,9 @@ RUNTIMES = ("libaio1t64", "libaio1")
 
 
 def main() -> None:
-    if find_library("aio") is None and unpack_libaio():
+    from smalti_deepspeed.checks import has_libaio
+
+    if not has_libaio() and unpack_libaio():
         os.execv(sys.executable, [sys.executable, *sys.argv])  # the loader looks for folders of libraries when a process starts
     from smalti.planning.rehearsal.devices.fake_cuda import library
 

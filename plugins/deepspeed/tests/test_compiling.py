@@ -120,6 +120,16 @@ def test_what_the_compiler_says_is_told(source, built):
     load(source, built)
 
 
+def test_torch_may_lie_in_a_folder_with_a_space_in_its_name(source, built, tmp_path, monkeypatch):
+    library = tmp_path / "é x" / "lib"
+    library.parent.mkdir()
+    library.symlink_to(extension.TORCH_LIB_PATH)
+    monkeypatch.setattr(extension, "TORCH_LIB_PATH", str(library))
+    load(source, built)
+    [file] = built.glob("answer*.so")  # torch numbers those of one process
+    assert ctypes.CDLL(str(file)).answer() == 42
+
+
 @pytest.mark.parametrize(
     ("nvcc", "reason"),
     [

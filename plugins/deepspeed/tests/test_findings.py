@@ -1,9 +1,11 @@
 """What `smalti doctor` says about what DeepSpeed compiles."""
 
 import pytest
+import torch
 
 from smalti.config import resolve
 from smalti.plugins import Selection, load_plugins, schema_of
+from smalti_deepspeed.checks import has_libaio
 from smalti_deepspeed.findings import cuda_of, toolkit_problems
 from smalti_deepspeed.plugin import plugin
 
@@ -39,6 +41,14 @@ def test_a_missing_toolkit_matters_only_to_a_torch_for_cuda(problems):
 
 def test_a_toolkit_of_the_same_major_version_is_right(problems):
     assert problems("12.8", "12.4") == []
+
+
+def test_libaio_may_lie_in_a_folder_with_a_space_in_its_name(tmp_path, monkeypatch):
+    folder = tmp_path / "é x"
+    folder.mkdir()
+    (folder / "libaio.so").symlink_to(torch._C.__file__)
+    monkeypatch.setenv("LIBRARY_PATH", str(folder), prepend=":")
+    assert has_libaio()
 
 
 def test_a_run_without_deepspeed_has_no_finding():

@@ -1,7 +1,6 @@
 """What is swapped to a drive lies on whole pages, and comes back as it went."""
 
 import json
-from ctypes.util import find_library
 from pathlib import Path
 from shutil import rmtree
 
@@ -9,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 
+from smalti_deepspeed.checks import has_libaio
 from smalti_deepspeed.swapping import split_at_pages, swap_whole_pages
 from smalti_testing import TinyFamily
 from support.forked_ranks import forked_processes
@@ -76,7 +76,7 @@ def train_with_a_folder(offloaded: tuple[str, ...], folder: Path) -> tuple[set[s
     return kinds, all(torch.equal(tensor, ends[1][name]) for name, tensor in ends[0].items())
 
 
-@pytest.mark.skipif(find_library("aio") is None, reason="DeepSpeed swaps to a drive with libaio, which is not here")
+@pytest.mark.skipif(not has_libaio(), reason="DeepSpeed swaps to a drive with libaio, which is not here")
 @pytest.mark.parametrize("offloaded", [("param",), ("param", "optimizer")])
 def test_what_lies_in_a_folder_is_trained_as_by_one_process(tmp_path, offloaded):
     # Without what `make test` compiles before, this is too short:
@@ -103,7 +103,7 @@ def train_without_its_folder(folder: Path) -> str:
     return "trained on"
 
 
-@pytest.mark.skipif(find_library("aio") is None, reason="DeepSpeed swaps to a drive with libaio, which is not here")
+@pytest.mark.skipif(not has_libaio(), reason="DeepSpeed swaps to a drive with libaio, which is not here")
 def test_a_folder_that_is_removed_meanwhile_is_named(tmp_path):
     with forked_processes(group=False, seconds=300, imports=["deepspeed"]) as ranks:
         told = ranks.run(train_without_its_folder, tmp_path / "swap")

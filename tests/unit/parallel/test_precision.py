@@ -121,8 +121,13 @@ def test_machines_that_join_take_what_the_first_one_has_chosen(prepared, configu
     assert joined.config[TrainingOptions].mixed_precision == "bf16"
 
 
-def test_what_auto_became_is_in_the_files_of_the_run_with_its_reason(prepared, configure, emulating):
+@pytest.mark.parametrize(
+    ("has", "reason"), [(True, "ONEDNN_MAX_CPU_ISA=AVX2 takes the bf16"), (False, "this CPU has no bf16 instructions")]
+)
+def test_what_auto_became_is_in_the_files_of_the_run_with_its_reason(prepared, configure, emulating, monkeypatch, has, reason):
+    monkeypatch.setattr("torch.cpu._is_avx512_bf16_supported", lambda: has)
+    monkeypatch.setattr("torch.cpu._is_amx_tile_supported", lambda: has)
     config = prepared("--use_cpu").config
-    assert "ONEDNN_MAX_CPU_ISA" in as_toml(config).partition('mixed_precision = "no" # auto: ')[2]
+    assert as_toml(config).partition('mixed_precision = "no" # auto: ')[2].startswith(reason)
     assert config.shared_values()["mixed_precision"] == "no"
-    assert describe(config, "cpu").startswith("fp32: ONEDNN_MAX_CPU_ISA=AVX2")
+    assert describe(config, "cpu").startswith(f"fp32: {reason}")

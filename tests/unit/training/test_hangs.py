@@ -1,14 +1,18 @@
 """After how long without progress a rank hangs, who waits for whom, and what the flight recorder says."""
 
 import json
+from pathlib import Path
 
 import pytest
+import torch
 from pydantic import ValidationError
 
 from smalti.config import RunOptions, deadlines_of
 from smalti.training.hangs.deadlines import Deadlines
-from smalti.training.hangs.flight_recorder import last_calls, sentence
+from smalti.training.hangs.flight_recorder import Call, last_calls, sentence
 from smalti.training.hangs.rank_progress import OwnTime, RankProgress, described, standstill
+from smalti.training.hangs.watch import waits_in
+from smalti.training.trainer import __file__ as TRAINER
 
 NOW = 10_000.0
 
@@ -147,3 +151,18 @@ def test_the_flight_recorder_names_the_call_and_the_rank_that_has_not_joined_it(
     calls = {number: found for number, text in dumps.items() if (found := last_calls(text))}
     text = sentence(calls, max(2, len(dumps)))
     assert words in text if words else text == ""
+
+
+@pytest.mark.parametrize(
+    ("file", "ended", "waits"),
+    [
+        (f"{Path(torch.__file__).parent}/distributed/distributed_c10d.py", True, True),
+        (f"{Path(torch.__file__).parent}/nn/modules/linear.py", False, True),
+        (f"{Path(torch.__file__).parent}/nn/modules/linear.py", True, False),
+        (TRAINER, False, True),
+        ("/home/me/torch/distributed/model.py", False, False),
+        ("/home/me/smalti/parallel/model.py", False, False),
+    ],
+)
+def test_a_rank_waits_in_the_installed_torch_and_not_in_a_folder_of_that_name(file, ended, waits):
+    assert waits_in(file, (Call(group="", number=1, name="", sizes="", ended=ended),)) is waits

@@ -107,6 +107,14 @@ def _graphs(config: Config) -> Iterator[Problem]:
         yield problem
 
 
+def has_libaio() -> bool:
+    """Whether the loader or the C compiler finds the library with which DeepSpeed swaps to a drive."""
+    try:
+        return find_library("aio") is not None
+    except FileNotFoundError:  # the compiler found it, and Python cuts its answer at a space in the path
+        return True
+
+
 def _folders(config: Config) -> Iterator[Problem]:
     """Folders that are there, or can be made in one that is; each node checks again when its ranks start."""
     document = {"zero_optimization": zero_settings(config)}
@@ -116,7 +124,7 @@ def _folders(config: Config) -> Iterator[Problem]:
             where = f"zero_optimization.{key}.nvme_path in deepspeed_config"
             yield Problem(message="the folder on the NVMe drive is not given", where=where, fix="--offload_param_path=FOLDER")
     folders = offload_folders(document)
-    if folders and find_library("aio") is None:
+    if folders and not has_libaio():
         fix = "install libaio with its headers (libaio-dev, libaio-devel), or offload to cpu"
         yield Problem(message="DeepSpeed swaps to a drive with libaio, which is not here", where="deepspeed_config", fix=fix)
     written = section(given(config), "zero_optimization")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import fcntl
 import logging
 import os
+import shlex
 import sys
 import threading
 import time
@@ -44,7 +45,8 @@ def compiled_one_at_a_time() -> Iterator[None]:
     """
     extension = import_module("torch.utils.cpp_extension")  # here, since it imports setuptools
     try:
-        with replaced(extension, "FileBaton", _Baton):
+        quoted = shlex.quote(extension.TORCH_LIB_PATH)  # torch writes it unquoted into a command
+        with replaced(extension, "FileBaton", _Baton), replaced(extension, "TORCH_LIB_PATH", quoted):
             yield
     except Exception as error:
         if (explained := _explained(error)) is None:

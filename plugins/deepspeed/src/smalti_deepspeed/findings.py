@@ -7,13 +7,12 @@ import re
 import shutil
 import subprocess
 from collections.abc import Iterator
-from ctypes.util import find_library
 from importlib.util import find_spec
 from pathlib import Path
 
 from smalti import Config, Finding, FindingLevel
 from smalti.config import LaunchOptions
-from smalti_deepspeed.checks import platform_problem
+from smalti_deepspeed.checks import has_libaio, platform_problem
 from smalti_deepspeed.options import enabled
 
 _CHECK = "deepspeed"
@@ -82,7 +81,7 @@ def toolkit_problems(wanted: str | None, home: str = "") -> Iterator[tuple[str, 
 
 
 def _tools() -> Iterator[tuple[str, str]]:
-    if find_library("aio") is None:
+    if not has_libaio():
         fix = "install libaio with its headers (libaio-dev, libaio-devel)"
         yield "libaio is not installed: offload to nvme does not work", fix
     if find_spec("ninja") is None and shutil.which("ninja") is None:

@@ -93,8 +93,11 @@ def load(request: Request, directory: Path) -> tuple[Config, Plugins]:
 
 def explained(error: Exception, phase: str) -> RehearsalError:
     """An error as the run would report it, with the innermost line that is not torch's."""
+    import torch
+
     frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if "/torch/" not in frame.filename and "/smalti/planning/" not in frame.filename]
+    not_own = (f"{Path(torch.__file__).parent}/", f"{Path(__file__).parents[1]}/")
+    own = [frame for frame in frames if not frame.filename.startswith(not_own)]
     last = (own or list(frames))[-1]
     from smalti.planning.rehearsal.fake_tensors import NEEDS_VALUES
 

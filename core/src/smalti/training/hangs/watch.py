@@ -17,6 +17,8 @@ from dataclasses import asdict
 from pathlib import Path
 from statistics import median
 
+import torch
+
 from smalti.config import RunOptions, deadlines_of
 from smalti.parallel import ProgressBoard, RankWork, describe_work
 from smalti.system import Process, StackDumps, current_hook, seconds_without_progress
@@ -38,10 +40,11 @@ NOTICE_SECONDS = (60.0, 300.0, 1800.0)
 COMPARE_SECONDS = 60.0
 """How often the main rank compares the ranks."""
 _FORWARD_KEPT = 50
-_WAITS = "/smalti/parallel/"
-_COLLECTIVES = ("/torch/distributed/", "/torch/autograd/graph.py", _WAITS, "/torch/nn/parallel/")
+_TORCH, _SMALTI = Path(torch.__file__).parent, Path(__file__).parents[2]
+_WAITS = f"{_SMALTI}/parallel/"
+_COLLECTIVES = (f"{_TORCH}/distributed/", f"{_TORCH}/autograd/graph.py", _WAITS, f"{_TORCH}/nn/parallel/")
 """Where a main thread is that waits for other ranks: in a collective call, or in a backward pass that makes some."""
-_MAYBE = ("/torch/", "/smalti/training/trainer.py")
+_MAYBE = (f"{_TORCH}/", f"{_SMALTI}/training/trainer.py")
 """Where it waits for an accelerator, which may wait for other ranks: if a collective call has not ended."""
 _log = logging.getLogger(__name__)
 
@@ -180,12 +183,10 @@ class HangWatch:
         frame = sys._current_frames().get(self._watched)
         if frame is None:
             return "", False
-        while frame.f_back is not None and _WAITS in frame.f_code.co_filename and frame.f_code.co_name.startswith("_"):
+        while frame.f_back is not None and frame.f_code.co_filename.startswith(_WAITS) and frame.f_code.co_name.startswith("_"):
             frame = frame.f_back  # to the call by its name
         file = frame.f_code.co_filename
-        waits = any(part in file for part in _COLLECTIVES)
-        waits = waits or (any(part in file for part in _MAYBE) and any(not call.ended for call in calls))
-        return f"{frame.f_code.co_name} ({Path(file).name}:{frame.f_lineno})", waits
+        return f"{frame.f_code.co_name} ({Path(file).name}:{frame.f_lineno})", waits_in(file, calls)
 
     def _compare_ranks(self, mine: RankProgress) -> None:
         """On the main rank, now and then: report ranks whose forward passes are steadily slower."""
@@ -236,3 +237,8 @@ class HangWatch:
             report_hang(self._info, self._state, found, ranks, here, self._stacks, main=main)
         if self._stops and self._board is not None and (rank in found.waiting or not found.waiting):
             self._board.alarm()
+
+
+def waits_in(file: str, calls: tuple[Call, ...]) -> bool:
+    """Whether a main thread in a function of this file waits for other ranks; `calls` are its last collective calls."""
+    return file.startswith(_COLLECTIVES) or (file.startswith(_MAYBE) and any(not call.ended for call in calls))
