@@ -1,8 +1,9 @@
 // CUDA devices that are not there: what torch asks of a device beside kernels and memory, answered for any number of them. Streams
 // and events do nothing but leave a trace; host memory that is asked to be pinned is ordinary, and counted. With this library
-// loaded, a torch without CUDA runs fake tensors on "cuda", autograd and threads included. A real kernel still fails.
+// loaded, torch runs fake tensors on "cuda", autograd and threads included; a build with CUDA too. A real kernel still fails.
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/detail/CUDAHooksInterface.h>
+#include <ATen/native/transformers/attention.h>
 #include <c10/core/CPUAllocator.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 
@@ -123,6 +124,12 @@ bool is_pinned(const void* data) {
   return static_cast<const char*>(data) < found->first + found->second;
 }
 
+// Which kernel computes attention: none. A build with CUDA would ask the driver what the device can do.
+template <typename... Given>
+int64_t plain_attention(Given...) {
+  return 0;
+}
+
 Guard guard;
 PinnedAllocator pinned_allocator;
 
@@ -155,7 +162,8 @@ struct FakeCudaHooks final : CUDAHooksInterface {
   bool isPinnedPtr(const void* data) const override { return is_pinned(data); }
 };
 
-C10_REGISTER_TYPED_CLASS(CUDAHooksRegistry, "CUDAHooks", FakeCudaHooks)
+// libtorch_cuda registers hooks of this name as well.
+C10_REGISTER_TYPED_CLASS_WITH_PRIORITY(CUDAHooksRegistry, "CUDAHooks", REGISTRY_PREFERRED, FakeCudaHooks)
 
 }  // namespace at
 
@@ -168,6 +176,7 @@ int fake_cuda_install(int count) {
   devices = static_cast<DeviceIndex>(count);
   impl::ensureCUDADeviceGuardSet();
   impl::device_guard_impl_registry[static_cast<size_t>(DeviceType::CUDA)].store(&guard);
+  at::native::_fused_sdp_choice_stub.set_cuda_dispatch_ptr(&plain_attention);
   return at::detail::getCUDAHooks().hasCUDA();
 }
 
