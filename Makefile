@@ -1,4 +1,4 @@
-# make demo · make demo-flux · make test · make check · make fix · make torture · make bench · make clean
+# make demo · make demo-flux · make test · make test-cuda-wheel · make check · make fix · make torture · make bench · make clean
 
 PYTHON ?= python3.11
 VENV := .venv
@@ -15,7 +15,7 @@ TEST_ENV := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= HF_HOME="$(CURDIR)/$(VENV
 	CPATH="$(LIBAIO)/include$${CPATH:+:$$CPATH}" LIBRARY_PATH="$(LIBAIO)/lib$${LIBRARY_PATH:+:$$LIBRARY_PATH}" \
 	LD_LIBRARY_PATH="$(LIBAIO)/lib$${LD_LIBRARY_PATH:+:$$LD_LIBRARY_PATH}"
 
-.PHONY: demo demo-flux test check lint fix torture bench clean
+.PHONY: demo demo-flux test test-cuda-wheel check lint fix torture bench clean
 
 demo: $(VENV)/demo.done
 	$(BIN)/python examples/emoji/prepare.py demo/faces
@@ -35,6 +35,21 @@ demo-flux: $(VENV)/demo-flux.done
 
 test: $(VENV)/dev.done $(VENV)/compiled.done
 	$(TEST_ENV) $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder --maxfail=10 --durations=20 $(ARGS)
+
+# What needs CUDA's parts of torch, on builds for CUDA as pip installs them for users; no GPU, but 6 GB for each version.
+CUDA_TORCH ?= 2.13.0 2.15.0
+test-cuda-wheel: $(CUDA_TORCH:%=test-cuda-wheel-%)
+
+test-cuda-wheel-%: .venv-cuda/%/done
+	$(subst /$(VENV)/,/.venv-cuda/$*/,$(TEST_ENV)) .venv-cuda/$*/bin/python -m pytest -n 2 --dist loadfile --durations=20 \
+		tests/accelerators tests/unit/planning tests/unit/cli/test_plan.py $(ARGS)
+
+# A local version such as 2.13.0+cpu does not equal 2.13.0 with three signs.
+.venv-cuda/%/done: constraints.txt requirements-dev.txt $(PROJECTS)
+	$(PYTHON) -m venv .venv-cuda/$*
+	grep -v '^torch==' constraints.txt >.venv-cuda/$*/constraints.txt
+	.venv-cuda/$*/bin/python -m pip install --quiet --disable-pip-version-check -c .venv-cuda/$*/constraints.txt torch===$* -r requirements-dev.txt
+	touch $@
 
 check: lint
 	$(TEST_ENV) $(BIN)/python -m pytest tests/meta $(ARGS)
@@ -58,7 +73,7 @@ bench: $(VENV)/dev.done
 
 # Checkpoints and images of the demo belong to the user; only what was built is removed.
 clean:
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-cuda .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -not -path './.git/*' -prune -exec rm -rf {} +
 
 $(BIN)/python:

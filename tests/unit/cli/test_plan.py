@@ -14,6 +14,17 @@ from smalti.errors import UserError
 from smalti.parallel import device_models
 from smalti.plugins import choose_distributed, load_plugins
 
+CRASHES = {
+    "exit": (
+        "printf '__attribute__((constructor)) void start() { __builtin_puts(\"no hooks\"); __builtin_exit(1); }' >crash.c\n"
+        'cc -shared -fPIC crash.c -o "$out"',
+        "ended with exit status 1: no hooks",
+    ),
+    "exception": ("printf '\\377' >&2; exit 1", "ended with exit status 1: UnicodeDecodeError: "),
+    "signal": ("kill -SEGV $PPID", "ended with signal 11: it has written nothing"),
+    "hang": ("exec sleep 60", "was ended after 1 s"),
+}
+"""What a compiler does to the process of a rehearsal that asks it for CUDA devices, and what is said of that process."""
 TOY = ("--model_family=toy", "--output_dir=out", "--resolution=32", "--train_batch_size=4", "--max_train_steps=1")
 
 
@@ -83,6 +94,23 @@ def test_the_table_marks_what_is_configured_and_lists_the_parts():
     assert re.search(r"one process +none +4x1 .* fits .*<- as configured", output)
     assert re.search(r"parameters +\d+\.\d+ GiB", output)
     assert "NCCL" not in output  # one rank
+
+
+@pytest.mark.parametrize("crash", CRASHES)
+def test_a_rehearsal_that_crashes_or_hangs_leaves_the_table_with_a_note(crash, tmp_path, monkeypatch):
+    script, said = CRASHES[crash]
+    compiler = tmp_path / "c++"
+    compiler.write_text(f'#!/bin/sh\ncd "{tmp_path}"\nwhile [ "$1" != -o ]; do shift; done\nout=$2\n{script}\n')
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", str(compiler))
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    monkeypatch.setattr("smalti.planning.rehearsal.rehearse._LIMIT", 1.0 if crash == "hang" else 60.0)
+    arguments = ["plan", *TOY, "--gpu=h100-80g", "--rehearse"]
+    result = CliRunner().invoke(smalti, arguments, catch_exceptions=False, standalone_mode=False)
+    assert result.return_value == 0
+    assert re.search(r"one process +none +4x1 .* fits +formula .*<- as configured", result.output)
+    [note] = [line for line in result.output.splitlines() if line.startswith("note: not rehearsed")]
+    assert note.startswith(f"note: not rehearsed: one process: the process of the rehearsal {said}")
 
 
 def test_an_unknown_device_is_refused_with_the_known_ones():

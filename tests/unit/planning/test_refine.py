@@ -3,8 +3,9 @@
 from dataclasses import replace
 
 from smalti import World
-from smalti.planning import choices, replaced, worth_rehearsing
+from smalti.planning import NOT_REHEARSED, choices, replaced, worth_rehearsing
 from smalti.planning.records import MemoryParts, PhasePeak, RehearsalError
+from smalti.planning.refine import judged
 from support.planned import H100, MODEL, RUN, WHOLE, sharded
 
 WORLD = World(size=8, local_size=8, device="cuda")
@@ -40,3 +41,19 @@ def test_what_a_rehearsal_counts_changes_the_order_and_what_fails_comes_last():
         number for number, each in enumerate(ordered) if each.fit.level == "fits" and not each.error
     )
     assert len(ordered) == len(ways)
+
+
+def test_what_a_run_refuses_fails_and_what_only_its_rehearsal_cannot_do_stays_with_the_formulas():
+    way = found(WHOLE)[0]
+
+    def after(**error):
+        counted = replace(way.counted, guard="extension", error=RehearsalError(phase="step", where="model.py:3", **error))
+        return judged(way, counted, H100)
+
+    refused = after(message="no room", user=True)
+    assert (refused.error.message, refused.counted) == ("no room", way.counted)
+    gap = after(message="NotImplementedError: no kernel\nand more")
+    assert (gap.error, gap.counted.counted, gap.fit) == (None, "formula", way.fit)
+    assert gap.counted.notes[-1].startswith(
+        f"{NOT_REHEARSED}: {way.strategy.title}: in the step (model.py:3): NotImplementedError"
+    )

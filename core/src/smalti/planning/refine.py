@@ -6,13 +6,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from smalti.config import Config
+from smalti.errors import UserError
 from smalti.parallel import DeviceModel
 from smalti.planning.choices import Choice, in_order
 from smalti.planning.fit import fit_of
+from smalti.planning.records import Rehearsal
 from smalti.planning.rehearsal.rehearse import rehearse
 from smalti.plugins import Plugins
 
-NOT_REHEARSED = "not rehearsed, because that needs a C++ compiler"
+NOT_REHEARSED = "not rehearsed"
+"""How a note begins that says why formulas count a way."""
 _FEW = 3
 """Each takes up to a minute and a half of CPU for a model of 12 billion parameters."""
 
@@ -52,17 +55,32 @@ def replaced(found: Sequence[Choice], done: dict[int, Choice]) -> list[Choice]:
 
 
 def rehearsed(choice: Choice, config: Config, plugins: Plugins, device: DeviceModel) -> Choice:
-    """The same way, counted by a rehearsal; with the error of the run in place of that if it has one.
-
-    Without a compiler torch's Python backend stands in for CUDA, and its gaps are no errors of the run: formulas remain.
-    """
-    world = choice.world
+    """The same way, counted by a rehearsal if that can be had."""
     size = choice.counted.width, choice.counted.height
-    counted = rehearse(config, plugins, device, choice.candidate, ranks=world.size, local=world.local_size, size=size)
-    if counted.error is not None and device.kind == "cuda" and counted.guard == "python":
-        reason = counted.error.message.partition("\n")[0]
-        return replace(choice, counted=replace(choice.counted, notes=(f"{NOT_REHEARSED}: {reason}",)))
-    if counted.error is not None:
-        return replace(choice, error=counted.error)
-    fit = fit_of(counted, device, local_ranks=world.local_size)
-    return replace(choice, counted=counted, fit=fit)
+    ranks, local = choice.world.size, choice.world.local_size
+    try:
+        counted = rehearse(config, plugins, device, choice.candidate, ranks=ranks, local=local, size=size)
+    except (UserError, OSError) as error:
+        return _by_formulas(choice, str(error))
+    return judged(choice, counted, device)
+
+
+def judged(choice: Choice, counted: Rehearsal, device: DeviceModel) -> Choice:
+    """The same way with what a rehearsal has counted, or with the error by which the run refuses it.
+
+    Any other exception may be of the rehearsal alone, such as a gap of fake tensors: formulas remain, with a note. So they do
+    where torch's Python backend stands in for CUDA.
+    """
+    error = counted.error
+    if error is None:
+        return replace(choice, counted=counted, fit=fit_of(counted, device, local_ranks=choice.world.local_size))
+    if not error.user:
+        return _by_formulas(choice, f"in the {error.phase} ({error.where}): {error.message}")
+    if device.kind == "cuda" and counted.guard == "python":
+        return _by_formulas(choice, error.message.partition("\n")[0])
+    return replace(choice, error=error)
+
+
+def _by_formulas(choice: Choice, reason: str) -> Choice:
+    note = f"{NOT_REHEARSED}: {choice.strategy.title}: {reason}"
+    return replace(choice, counted=replace(choice.counted, notes=(*choice.counted.notes, note)))

@@ -118,8 +118,8 @@ def plan(
             chosen = [own] if as_it_is and own is not None else worth_rehearsing(of_size, own, **few)
             found[size] = replaced(of_size, refined(of_size, chosen, config, plugins, device, _report))
     own = configured(found.get(run.ranks, ()), config, strategy)
-    missing = {note for ways in found.values() for way in ways for note in way.counted.notes if note.startswith(NOT_REHEARSED)}
-    notices += sorted(missing)
+    notes = (note.partition("\n")[0] for ways in found.values() for way in ways for note in way.counted.notes)
+    notices += sorted({note for note in notes if note.startswith(NOT_REHEARSED)})
     if as_json:
         click.echo(json.dumps(document(device, found, notices, own, calibration), indent=2))
     else:

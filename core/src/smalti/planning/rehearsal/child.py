@@ -24,6 +24,7 @@ from smalti.planning.records import Guard, Rehearsal, RehearsalError
 from smalti.planning.rehearsal.devices import fake_cuda, python_backend
 from smalti.planning.rehearsal.request import Request
 from smalti.plugins import Plugins, Selection, load_plugins, schema_of
+from smalti.system import write_json_atomically
 
 _DEVICES = 8
 
@@ -35,7 +36,7 @@ def main() -> None:
     request = Request.from_json(json.loads(Path(sys.argv[1]).read_text(encoding="utf-8")))
     guard, notes = _devices(request)
     result = rehearsed(request, guard, notes)
-    Path(sys.argv[2]).write_text(json.dumps(result.as_json()), encoding="utf-8")
+    write_json_atomically(Path(sys.argv[2]), result.as_json())
     sys.stdout.flush()
 
 

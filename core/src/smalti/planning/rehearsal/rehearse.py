@@ -21,6 +21,8 @@ from smalti.plugins import CacheFile, Plugins
 
 CACHE = "rehearsals"
 _SHOWN = 2000
+_LIMIT = 1800.0
+"""Seconds; a model of 12 billion parameters takes 90 of CPU."""
 
 
 def cache() -> CacheFile:
@@ -44,7 +46,8 @@ def rehearse(
     """What one of `ranks` ranks needs to train this configuration in this way. Takes seconds to minutes, and no device.
 
     `local` ranks are on each node. `size` is that of the largest images in pixels; None takes what the datasets say.
-    An error of the run is a part of the answer, and such an answer is not kept. Raises UserError if the process is killed.
+    An error of the run is a part of the answer, and such an answer is not kept. Raises UserError if there is no answer: the
+    process has crashed, was killed or hangs.
     """
     values = {**config.values(), "plugins": config.value("plugins"), "without": config.value("without")}
     width, height = size or (0, 0)
@@ -103,15 +106,22 @@ def model_files(values: Mapping[str, object]) -> list[str]:
 
 
 def _in_process(request: Request, config: Config) -> Rehearsal:
+    """Raises UserError with the last line of what the process has written, then all of it."""
+    hidden = {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""}  # only the devices that are not there
+    accelerator = {"DS_ACCELERATOR": "cuda" if request.kind == "cuda" else "cpu"}
     with tempfile.TemporaryDirectory() as folder:
         asked, answer, errors = (Path(folder, name) for name in ("request.json", "result.json", "errors"))
         asked.write_text(json.dumps(request.as_json()), encoding="utf-8")
         command = [sys.executable, "-m", "smalti.planning.rehearsal.child", str(asked), str(answer)]
-        environment = {**os.environ, **config.secrets(), "DS_ACCELERATOR": "cuda" if request.kind == "cuda" else "cpu"}
+        environment = {**os.environ, **config.secrets(), **hidden, **accelerator}
         with errors.open("w") as output:
-            done = subprocess.run(command, env=environment, stdout=output, stderr=output)
+            try:
+                status = subprocess.run(command, env=environment, stdout=output, stderr=output, timeout=_LIMIT).returncode
+                reason = f"ended with signal {-status}" if status < 0 else f"ended with exit status {status}"
+            except subprocess.TimeoutExpired:
+                reason = f"was ended after {_LIMIT:.0f} s"
         if not answer.exists():
             text = errors.read_text(encoding="utf-8", errors="replace").strip()[-_SHOWN:]
-            reason = f"signal {-done.returncode}" if done.returncode < 0 else f"exit status {done.returncode}"
-            raise UserError(f"the process of the rehearsal ended with {reason}: {text}", fix="free memory, or report this")
+            last = text.rpartition("\n")[2] or "it has written nothing"
+            raise UserError(f"the process of the rehearsal {reason}: {last}\n{text}", fix="free memory, or report this")
         return Rehearsal.from_json(json.loads(answer.read_text(encoding="utf-8")))
