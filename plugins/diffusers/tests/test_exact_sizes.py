@@ -8,7 +8,7 @@ import diffusers
 import formulas
 import pytest
 import torch
-from published import FLUX_DEV, SDXL
+from published import AURAFLOW, FLUX_DEV, KLEIN, LUMINA2, PIXART_SIGMA, QWEN_IMAGE, SANA, SD3, SD35_MEDIUM, SDXL, Z_IMAGE
 
 from smalti_diffusers.families.auraflow import AuraFlow
 from smalti_diffusers.families.flux import Flux
@@ -25,44 +25,12 @@ from smalti_diffusers.options import DiffusersOptions
 from smalti_diffusers.pipeline import parameter_count
 from smalti_diffusers.sources.components import Components
 
-SD3 = {
-    "sample_size": 128,
-    "patch_size": 2,
-    "in_channels": 16,
-    "out_channels": 16,
-    "num_layers": 24,
-    "attention_head_dim": 64,
-    "num_attention_heads": 24,
-    "joint_attention_dim": 4096,
-    "caption_projection_dim": 1536,
-    "pooled_projection_dim": 2048,
-    "pos_embed_max_size": 192,
-}
-SANA = {
-    "in_channels": 32,
-    "out_channels": 32,
-    "num_layers": 20,
-    "num_attention_heads": 70,
-    "attention_head_dim": 32,
-    "num_cross_attention_heads": 20,
-    "cross_attention_head_dim": 112,
-    "cross_attention_dim": 2240,
-    "caption_channels": 2304,
-    "mlp_ratio": 2.5,
-}
 SMALL_SANA = {
     "num_layers": 28,
     "num_attention_heads": 36,
     "num_cross_attention_heads": 16,
     "cross_attention_head_dim": 72,
     "cross_attention_dim": 1152,
-}
-KLEIN = {
-    "num_layers": 5,
-    "num_single_layers": 20,
-    "num_attention_heads": 24,
-    "joint_attention_dim": 7680,
-    "guidance_embeds": False,
 }
 MODELS = {
     "flux dev": (
@@ -76,7 +44,7 @@ MODELS = {
     "sd3.5 medium": (
         StableDiffusion3,
         "SD3Transformer2DModel",
-        {**SD3, "pos_embed_max_size": 384, "qk_norm": "rms_norm", "dual_attention_layers": list(range(13))},
+        SD35_MEDIUM,
     ),
     "sd3.5 large": (
         StableDiffusion3,
@@ -86,29 +54,14 @@ MODELS = {
     "pixart sigma": (
         PixArt,
         "Transformer2DModel",  # as its published pipeline says; diffusers makes a PixArtTransformer2DModel of it
-        {
-            "norm_type": "ada_norm_single",
-            "num_attention_heads": 16,
-            "attention_head_dim": 72,
-            "in_channels": 4,
-            "out_channels": 8,
-            "num_layers": 28,
-            "cross_attention_dim": 1152,
-            "attention_bias": True,
-            "sample_size": 128,
-            "patch_size": 2,
-            "caption_channels": 4096,
-            "interpolation_scale": 2,
-            "use_additional_conditions": False,
-        },
+        PIXART_SIGMA,
     ),
     "sana 1600m": (Sana, "SanaTransformer2DModel", SANA),
     "sana 600m": (Sana, "SanaTransformer2DModel", {**SANA, **SMALL_SANA}),
-    # The defaults of diffusers' class are the published shape, but for what is said here.
-    "auraflow 0.1": (AuraFlow, "AuraFlowTransformer2DModel", {"patch_size": 2, "joint_attention_dim": 2048}),
-    "lumina2": (Lumina2, "Lumina2Transformer2DModel", {"patch_size": 2, "cap_feat_dim": 2304}),
-    "qwen image": (QwenImage, "QwenImageTransformer2DModel", {"patch_size": 2, "joint_attention_dim": 3584}),
-    "z image": (ZImage, "ZImageTransformer2DModel", {"cap_feat_dim": 2560}),
+    "auraflow 0.1": (AuraFlow, "AuraFlowTransformer2DModel", AURAFLOW),
+    "lumina2": (Lumina2, "Lumina2Transformer2DModel", LUMINA2),
+    "qwen image": (QwenImage, "QwenImageTransformer2DModel", QWEN_IMAGE),
+    "z image": (ZImage, "ZImageTransformer2DModel", Z_IMAGE),
     "sdxl": (Sdxl, "UNet2DConditionModel", SDXL),
 }
 MADE = {"Transformer2DModel": "PixArtTransformer2DModel"}

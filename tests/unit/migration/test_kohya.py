@@ -65,6 +65,7 @@ def test_options_and_datasets_become_one_file_with_the_place_of_every_value(impo
         "flux_guidance_value": 3.5,
         "lora_rank": 32,
         "lora_alpha": 1,
+        "lora_targets": ["transformer_blocks.*", "single_transformer_blocks.*"],
     }
     assert datasets[0] == {
         "id": "zwx-cat",
@@ -254,7 +255,7 @@ def test_a_preset_of_kohyas_gui_has_options_where_its_fields_are_used(imported):
     expected |= {"validation_prompt": ["a cat", "a dog"], "validation_resolution": "512x768"}
     assert {key: values.get(key) for key in expected} == expected
     assert values.keys() & {"snr_gamma", "flux_guidance_value", "timestep_distribution", "max_train_steps"} == set()
-    assert list(left) == ["datasets"]
+    assert list(left) == ["default of kohya's sd-scripts: network_train_unet_only", "datasets"]
 
 
 def test_a_repository_on_the_hub_is_private_unless_it_was_public(imported):

@@ -89,7 +89,7 @@ def test_an_import_goes_to_a_new_file_only(refused, write, tmp_path, capsys):
         main(["config", "import", str(path), "--json", "--model_family=sdxl"])
     found = json.loads(capsys.readouterr().out)
     assert (left.value.code, found["values"]["learning_rate"]["value"]) == (0, 1e-4)
-    assert {each["where"] for each in found["left"]} == {"datasets"}
+    assert {each["where"] for each in found["left"]} == {"datasets", "default of kohya's sd-scripts: network_train_unet_only"}
 
 
 def test_no_option_of_smalti_makes_a_file_one_of_another_trainer(everything):

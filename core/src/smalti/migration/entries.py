@@ -59,6 +59,11 @@ def flattened(values: Mapping[str, object], *, before: str = "") -> dict[str, ob
     return found
 
 
+def literal(text: str) -> str:
+    """A regular expression of this text, with few backslashes."""
+    return re.escape(text).replace("\\.", "[.]")
+
+
 def add_negative_prompt(given: Iterable[object], place: str, result: Imported) -> None:
     """Set the negative prompt of validation images, which is one for all of them."""
     texts = list(dict.fromkeys(str(text).strip() for text in given if text and str(text).strip()))

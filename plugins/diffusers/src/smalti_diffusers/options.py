@@ -122,7 +122,9 @@ class LoraOptions(Options):
         0.0, help="Dropout probability on the adapter's input in training.", when="model_type == lora", ge=0, lt=1
     )
     lora_targets: Names = option(
-        (), help="Layers to adapt, by name suffix. Default: set by the model family.", when="model_type == lora"
+        (),
+        help="Layers to adapt: name suffixes, or regular expressions of them. Default: set by the model family.",
+        when="model_type == lora",
     )
     lora_init: Literal["kaiming", "gaussian"] = option(
         "kaiming",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from smalti.migration.aitoolkit.layers import add_adapter
 from smalti.migration.aitoolkit.tables import (
     DATASETS,
     FAMILIES,
@@ -51,8 +52,10 @@ def imported(files: Sequence[Opened], family: str | None = None) -> Imported:
     if str(first.get("type")) not in TRAINERS:
         result.leave(f"{file.name}: type", "only trainers of images are supported", value=first.get("type"))
     chosen, kind = _model(found, family, result)
-    for step in (_run, _optimizer, _schedule, _adapter, _publishing):
+    for step in (_run, _optimizer, _schedule, _publishing):
         attempt(result, step, found, result)
+    if kind == "lora":
+        attempt(result, add_adapter, found, chosen, DEFAULT, result)
     attempt(result, _quantised, found, kind, result)
     if chosen not in DDPM_FAMILIES and chosen:
         attempt(result, _timesteps, found, result)
@@ -199,16 +202,6 @@ def _schedule(found: Values, result: Imported) -> None:
     if low is not None and isinstance(rate, int | float) and rate > 0:
         ratio = round(low.read(number) / rate, 6)
         result.add("lr_end_ratio", ratio, source_text("", low.place, low.value, ratio, "a share of the learning rate"))
-
-
-def _adapter(found: Values, result: Imported) -> None:
-    rank = found.get("network.rank") or found.get("network.linear")
-    if rank is None:
-        return
-    result.add("lora_rank", rank.read(whole), rank.place)
-    alpha = found.get("network.linear_alpha") or found.get("network.alpha")
-    alpha = alpha or Found(value=1.0, place=f"{DEFAULT}: network.linear_alpha")
-    result.add("lora_alpha", alpha.read(number), alpha.place)
 
 
 def _quantised(found: Values, kind: str, result: Imported) -> None:

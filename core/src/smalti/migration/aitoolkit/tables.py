@@ -80,18 +80,22 @@ OPTIONS: tuple[Rule, ...] = (
     read("trigger_word", "trigger_word", note="a key of each dataset; put before captions that lack it, as there"),
     # Adapter
     read("network.type", "model_type", note="lora; without a network, full"),
-    read("network.linear", "lora_rank"),
+    read("network.linear", "lora_rank", note="4 by default there"),
     read("network.rank", "lora_rank", note="as network.linear, which it overrides"),
-    read("network.linear_alpha", "lora_alpha", note="the default there is 1"),
+    read(
+        "network.linear_alpha",
+        "lora_alpha",
+        note="1 by default there, and only of SDXL, PixArt and AuraFlow: of the other models it is always the rank",
+    ),
     read("network.alpha", "lora_alpha", note="if there is no network.linear_alpha"),
     option("network.dropout", "lora_dropout", number),
-    *unsupported("layers without matrix products are not adapted", "network.conv", "network.conv_alpha", fix="leave it out"),
-    *no_effect("text encoders are never trained here", "network.transformer_only"),
-    *unsupported(
-        "layers are chosen by lora_targets",
-        *("network.network_kwargs.ignore_if_contains", "network.network_kwargs.only_if_contains"),
-        fix="name the layers in lora_targets",
+    read("network.conv", "lora_targets", note="of SDXL, if rank and alpha are those of the other layers"),
+    read("network.conv_alpha", "lora_targets", note="as network.conv, which is the default there"),
+    read("network.transformer_only", "lora_targets", note="on by default there: all linear layers of the blocks"),
+    read(
+        "network.network_kwargs.ignore_if_contains", "lora_targets", note="not for FLUX.2, whose layers have other names there"
     ),
+    read("network.network_kwargs.only_if_contains", "lora_targets", note="as network.network_kwargs.ignore_if_contains"),
     *no_effect("only for adapters that are listed themselves", "network.lokr_full_rank", "network.lokr_factor"),
     *no_effect("only for adapters that are listed themselves", "network.split_multistage_loras"),
     # Model

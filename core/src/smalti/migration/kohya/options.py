@@ -11,6 +11,7 @@ from smalti.migration.entries import leave_optimizer, without_adapter
 from smalti.migration.files import Opened, companion, open_file
 from smalti.migration.kohya import gui
 from smalti.migration.kohya.data import datasets_of, folders_of, prompts_of
+from smalti.migration.kohya.layers import add_layers, add_text_encoders, words_in
 from smalti.migration.kohya.tables import (
     FAMILY_KEYS,
     LAUNCHER,
@@ -179,6 +180,9 @@ def _convert_options(found: Values, model: _Model, result: Imported) -> None:
     attempt(result, _precision, found, result)
     attempt(result, _objective, found, model, result)
     attempt(result, _saving, found, result)
+    if model.kind == "lora":
+        attempt(result, add_layers, found, model.family, DEFAULT, result)
+        add_text_encoders(found, model.family, DEFAULT, result)
     values = {key: value for key, value in found.items() if key not in LAUNCHER or key not in result.lines}
     rules: Sequence[Rule] = OPTIONS
     if model.is_flow:  # ignored there, refused here
@@ -233,7 +237,7 @@ def _optimizer(found: Values, result: Imported) -> None:
         leave_optimizer(given, result)
         return
     arguments = found.get("optimizer_args")
-    words = _words(arguments) if arguments is not None else {}
+    words = words_in(arguments) if arguments is not None else {}
     if given is not None and ours == "adafactor":
         if words.pop("relative_step", "True").lower() != "false":
             leave_optimizer(Found(value="Adafactor with relative_step", place=given.place), result)
@@ -246,12 +250,6 @@ def _optimizer(found: Values, result: Imported) -> None:
         result.add("adam_weight_decay", 0.0, f"{place}: the default of this optimizer there")
     if arguments is not None:
         _optimizer_arguments(words, arguments.place, result)
-
-
-def _words(given: Found) -> dict[str, str]:
-    """`weight_decay=0.1`, `betas=0.9,0.99`: a list of texts, or one text."""
-    words = given.value if isinstance(given.value, list) else str(given.value).split()
-    return {key: value for key, _, value in (str(word).partition("=") for word in words)}
 
 
 def _optimizer_arguments(words: Mapping[str, str], before: str, result: Imported) -> None:

@@ -92,6 +92,8 @@ OPTIONS: tuple[Rule, ...] = (
     read("network_module", "model_type", note="networks.lora and its variants are model_type = lora; without it, full"),
     option("network_dim", "lora_rank", whole, default=4),
     option("network_alpha", "lora_alpha", number, default=1),
+    read("network_args", "lora_targets", note="by default, all linear layers of the blocks, as there"),
+    read("network_train_unet_only", note="off by default there; text encoders are never trained here"),
     option("network_weights", "init_lora", path, note="rank and alpha of the file are those of the run"),
     option("network_dropout", "lora_dropout", number, note="at the input of the first matrix here, at its output there"),
     option("gradient_checkpointing", "gradient_checkpointing", switch),
@@ -206,7 +208,6 @@ OPTIONS: tuple[Rule, ...] = (
     *no_effect("only with an option that is listed itself", "multires_noise_discount", "noise_offset_random_strength"),
     *no_effect("rank and alpha are always those of init_lora", "dim_from_weights"),
     *no_effect("only with an option that is listed itself", "ip_noise_gamma_random_strength", "base_weights_multiplier"),
-    *no_effect("text encoders are never trained here", "network_train_unet_only"),
     # Left
     *unsupported(
         "text encoders are not trained here",
@@ -277,7 +278,7 @@ OPTIONS: tuple[Rule, ...] = (
         *("deepspeed", "zero_stage", "offload_optimizer_device", "offload_param_device", "zero3_init_flag"),
         fix="--deepspeed_config=FILE; `smalti deepspeed config` writes one",
     ),
-    *unsupported("modules of one's own are not loaded", "lr_scheduler_type", "lr_scheduler_args", "network_args"),
+    *unsupported("modules of one's own are not loaded", "lr_scheduler_type", "lr_scheduler_args"),
     *unsupported("this schedule is not supported", "lr_scheduler_timescale"),
     *unsupported("attention masks of T5 are not applied", "apply_t5_attn_mask"),
     *unsupported("only flux", "model_type", fix="smalti has no Chroma", off=(*OFF, "flux")),

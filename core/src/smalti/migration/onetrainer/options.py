@@ -8,6 +8,7 @@ from smalti.migration.converters import number, path, switch, whole
 from smalti.migration.entries import DDPM_FAMILIES, flattened, leave_optimizer, without_adapter
 from smalti.migration.files import Opened, companion, open_file
 from smalti.migration.onetrainer.data import datasets_of, samples_of
+from smalti.migration.onetrainer.layers import add_layers
 from smalti.migration.onetrainer.tables import (
     BASE_DTYPES,
     ENCODERS,
@@ -48,6 +49,7 @@ def imported(files: Sequence[Opened], family: str | None = None) -> Imported:
     attempt(result, _base, found, kind, result)
     attempt(result, _timesteps, found, chosen, result)
     _encoders(found, chosen, result)
+    attempt(result, add_layers, found, chosen, kind, DEFAULT, result)
     attempt(result, _data, files, found, result)
     rules: Sequence[Rule] = OPTIONS
     if kind != "lora":

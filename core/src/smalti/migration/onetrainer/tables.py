@@ -127,10 +127,11 @@ OPTIONS: tuple[Rule, ...] = (
     option("dropout_probability", "lora_dropout", number),
     *unsupported("LoRA is not decomposed into magnitude and direction (DoRA)", "lora_decompose"),
     option("lora_model_name", "init_lora", path, note="rank and alpha of the file are those of the run"),
-    *unsupported("layers are chosen by lora_targets", "layer_filter", fix="name the layers in lora_targets"),
+    read("layer_filter", "lora_targets", note="parts of names; by default all linear layers and convolutions, as there"),
+    read("layer_filter_preset", "lora_targets", note="without layer_filter: the filter that its window sets"),
+    read("layer_filter_regex", "lora_targets", note="layer_filter has regular expressions"),
     *no_effect("older files have them", "extra_model_name", "token_count", "initial_embedding_text", "latent_caching_epochs"),
     *no_effect("older files have them", "circular_mask_generation", "random_rotate_and_crop", "embedding_model_names"),
-    *no_effect("only with layer_filter", "layer_filter_preset", "layer_filter_regex"),
     # Run
     read("epochs", "num_train_epochs", note="100 by default; divided by the number of resolutions"),
     option("batch_size", "train_batch_size", whole, default=1),

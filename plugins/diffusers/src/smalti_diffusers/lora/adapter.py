@@ -7,6 +7,7 @@ A layer `attn.to_q` becomes `attn.to_q.base_layer`, with `attn.to_q.lora_A.defau
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -23,11 +24,15 @@ from smalti_diffusers.lora.reading import AdapterFile, padded, target_names
 ADAPTER = "default"
 """What peft calls the trained adapter."""
 _BASE = ".base_layer."
+_NAMES = "--lora_targets=NAME,..., such as to_q,to_k,to_v"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Lora:
-    """An adapter. It is added with the weight `alpha / rank`; `targets` are ends of module names; `init` is that of lora_A."""
+    """An adapter. It is added with the weight `alpha / rank`; `init` is that of lora_A.
+
+    `targets` are ends of module names, from a dot on, or regular expressions of such ends.
+    """
 
     rank: int
     alpha: float
@@ -45,11 +50,8 @@ def attach(model: nn.Module, lora: Lora, base_dtype: torch.dtype, assistant: Ada
     """
     from peft import LoraConfig, inject_adapter_in_model
 
-    names = [name for name, _ in model.named_modules()]
-    lost = [target for target in lora.targets if not any(f".{name}".endswith(f".{target}") for name in names)]
-    if lost:
-        raise UserError(f"no layer's name ends in {', '.join(lost)}", fix="--lora_targets=NAME,..., such as to_q,to_k,to_v")
-    settings = {"r": lora.rank, "lora_alpha": lora.alpha, "lora_dropout": lora.dropout, "target_modules": list(lora.targets)}
+    targets = "|".join(map(re.escape, adapted_layers(model, lora.targets)))
+    settings = {"r": lora.rank, "lora_alpha": lora.alpha, "lora_dropout": lora.dropout, "target_modules": targets}
     config = LoraConfig(**settings)  # type: ignore[arg-type]  # alpha may be a fraction, whatever the annotation says
     try:
         inject_adapter_in_model(config, model, adapter_name=ADAPTER, low_cpu_mem_usage=True)
@@ -63,6 +65,33 @@ def attach(model: nn.Module, lora: Lora, base_dtype: torch.dtype, assistant: Ada
         if not parameter.requires_grad:
             parameter.data = parameter.data.to(base_dtype)
     return model
+
+
+def adapted_layers(model: nn.Module, targets: Sequence[str]) -> list[str]:
+    """The names of the modules that `targets` select, each once.
+
+    A target of letters, digits, `_`, `-` and `.` is the end of their names. Any other is a regular expression of it, which
+    selects the layers that an adapter fits: linear ones, and convolutions without groups. Raises UserError if one selects none.
+    """
+    modules = dict(model.named_modules())
+    found: dict[str, None] = {}
+    lost = []
+    for target in targets:
+        plain = re.fullmatch(r"[\w.-]+", target)
+        try:
+            end = re.compile(rf"(?:.*\.)?(?:{re.escape(target) if plain else target})")
+        except re.error as error:
+            raise UserError(f"{target} in lora_targets is not a regular expression: {error}", fix=_NAMES) from None
+        names = [name for name, module in modules.items() if end.fullmatch(name) and (plain or _fits(module))]
+        found |= dict.fromkeys(names)
+        lost += [] if names else [target]
+    if lost:
+        raise UserError(f"no layer's name ends in {', '.join(lost)}", fix=_NAMES)
+    return list(found)
+
+
+def _fits(module: nn.Module) -> bool:
+    return isinstance(module, nn.Linear) or (isinstance(module, nn.Conv2d) and module.groups == 1)
 
 
 class AdaptedWeights:
