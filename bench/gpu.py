@@ -152,10 +152,9 @@ def pipeline(folder: Path, family: str, *, tiny: bool) -> Path:
 
     made: Path = getattr(tiny_pipelines, family)(folder / "pipeline")
     if not tiny:
-        part, config = {"sdxl": ("unet", published.SDXL), "flux": ("transformer", published.FLUX_DEV)}[family]
-        (made / part / "config.json").write_text(json.dumps(config))
-        vae = {"latent_channels": 4 if family == "sdxl" else 16, "block_out_channels": [128, 256, 512, 512]}
-        (made / "vae" / "config.json").write_text(json.dumps(vae))
+        for part in ("unet" if family == "sdxl" else "transformer", "vae"):
+            config, _ = published.published(family, part=part)
+            (made / part / "config.json").write_text(json.dumps(config))
     return made
 
 

@@ -1,81 +1,17 @@
 """Memory of runs that others have published, and what smalti's formulas say of the same settings. Prints rows for docs/plan.md.
 
-Pipelines are made of configurations alone, with models of full size. No weights and no device are needed.
+The models are those that smalti-diffusers ships the configurations of. No weights and no device are needed.
 `python bench/published.py [WORD]` counts all rows, or those with this word.
 """
 
 from __future__ import annotations
 
-import json
 import sys
 import tempfile
-from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT / "plugins/diffusers/tests"))
 GIB, GB = 2**30, 10**9
-
-SIZES: dict[str, dict[str, dict[str, Any]]] = {
-    "flux": {
-        "transformer": {
-            "in_channels": 64,
-            "num_layers": 19,
-            "num_single_layers": 38,
-            "attention_head_dim": 128,
-            "num_attention_heads": 24,
-            "joint_attention_dim": 4096,
-            "pooled_projection_dim": 768,
-            "axes_dims_rope": [16, 56, 56],
-        },
-        "text_encoder": {"hidden_size": 768, "projection_dim": 768},
-        "text_encoder_2": {"d_model": 4096},
-        "vae": {"latent_channels": 16},
-    },
-    "sd3": {
-        "transformer": {
-            "sample_size": 128,
-            "in_channels": 16,
-            "out_channels": 16,
-            "num_layers": 24,
-            "attention_head_dim": 64,
-            "num_attention_heads": 24,
-            "joint_attention_dim": 4096,
-            "caption_projection_dim": 1536,
-            "pooled_projection_dim": 2048,
-            "pos_embed_max_size": 192,
-        },
-        "text_encoder": {"hidden_size": 768, "projection_dim": 768},
-        "text_encoder_2": {"hidden_size": 1280, "projection_dim": 1280},
-        "text_encoder_3": {"d_model": 4096},
-        "vae": {"latent_channels": 16},
-    },
-    "sdxl": {
-        "unet": {
-            "sample_size": 128,
-            "block_out_channels": [320, 640, 1280],
-            "layers_per_block": 2,
-            "norm_num_groups": 32,
-            "down_block_types": ["DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"],
-            "up_block_types": ["CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"],
-            "transformer_layers_per_block": [1, 2, 10],
-            "attention_head_dim": [5, 10, 20],
-            "cross_attention_dim": 2048,
-            "addition_time_embed_dim": 256,
-            "projection_class_embeddings_input_dim": 2816,
-        },
-        "text_encoder": {"hidden_size": 768, "projection_dim": 768},
-        "text_encoder_2": {"hidden_size": 1280, "projection_dim": 1280},
-        "vae": {"latent_channels": 4},
-    },
-}
-FOUR: dict[str, Any] = {
-    "block_out_channels": [16, 16, 32, 32],
-    "down_block_types": ["DownEncoderBlock2D"] * 4,
-    "up_block_types": ["UpDecoderBlock2D"] * 4,
-}
-"""An autoencoder that makes images eight times smaller, as all of these do."""
 
 
 class Row(NamedTuple):
@@ -112,22 +48,6 @@ ROWS = (
 )
 
 
-@cache
-def pipeline(family: str, folder: Path) -> Path:
-    """A pipeline of configurations of full size."""
-    import tiny
-
-    place = folder / family
-    getattr(tiny, family)(place)
-    for weights in place.rglob("*.safetensors"):
-        weights.unlink()
-    for part, values in SIZES[family].items():
-        path = place / part / "config.json"
-        more = FOUR if part == "vae" else {}
-        path.write_text(json.dumps({**json.loads(path.read_text()), **values, **more}))
-    return place
-
-
 def planned(row: Row, folder: Path) -> Any:
     """The row's way to train, by formulas, on H100s."""
     from smalti.cli.arguments import CommandLine
@@ -138,7 +58,6 @@ def planned(row: Row, folder: Path) -> Any:
 
     given = {
         "model_family": row.family,
-        "pretrained_model_name_or_path": pipeline(row.family, folder),
         "resolution": row.resolution,
         "resolution_type": "pixel",
         "mixed_precision": "bf16",

@@ -43,9 +43,8 @@ def published_flux(folder: Path) -> Path:
     """FLUX.1 dev's transformer of 12 billion parameters, described and without weights; all else is tiny."""
     made = pipeline("flux", folder)
     config = made / "transformer" / "config.json"
-    layers = {"num_layers": 19, "num_single_layers": 38, "attention_head_dim": 128, "num_attention_heads": 24}
-    texts = {"axes_dims_rope": [16, 56, 56], "joint_attention_dim": 4096, "pooled_projection_dim": 768}
-    config.write_text(json.dumps(json.loads(config.read_text()) | layers | texts))
+    own, published = json.loads(config.read_text()), import_module("published").FLUX_DEV
+    config.write_text(json.dumps(published | {"in_channels": own["in_channels"]}))
     for weights in (made / "transformer").glob("*.safetensors"):
         weights.unlink()
     return made

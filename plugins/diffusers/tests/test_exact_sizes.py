@@ -2,14 +2,14 @@
 
 import json
 import resource
-from inspect import signature
+import shutil
 
-import diffusers
 import formulas
 import pytest
 import torch
-from published import AURAFLOW, FLUX_DEV, KLEIN, LUMINA2, PIXART_SIGMA, QWEN_IMAGE, SANA, SD3, SD35_MEDIUM, SDXL, Z_IMAGE
+from published import published
 
+from smalti.models import dry_run
 from smalti_diffusers.families.auraflow import AuraFlow
 from smalti_diffusers.families.flux import Flux
 from smalti_diffusers.families.flux2 import Flux2
@@ -25,62 +25,27 @@ from smalti_diffusers.options import DiffusersOptions
 from smalti_diffusers.pipeline import parameter_count
 from smalti_diffusers.sources.components import Components
 
-SMALL_SANA = {
-    "num_layers": 28,
-    "num_attention_heads": 36,
-    "num_cross_attention_heads": 16,
-    "cross_attention_head_dim": 72,
-    "cross_attention_dim": 1152,
-}
 MODELS = {
-    "flux dev": (
-        Flux,
-        "FluxTransformer2DModel",
-        FLUX_DEV,
-    ),
-    "flux2 klein 4b": (Flux2, "Flux2Transformer2DModel", KLEIN),
-    "flux2 dev": (Flux2, "Flux2Transformer2DModel", {"joint_attention_dim": 15360}),
-    "sd3 medium": (StableDiffusion3, "SD3Transformer2DModel", SD3),
-    "sd3.5 medium": (
-        StableDiffusion3,
-        "SD3Transformer2DModel",
-        SD35_MEDIUM,
-    ),
-    "sd3.5 large": (
-        StableDiffusion3,
-        "SD3Transformer2DModel",
-        {**SD3, "num_layers": 38, "num_attention_heads": 38, "caption_projection_dim": 2432, "qk_norm": "rms_norm"},
-    ),
-    "pixart sigma": (
-        PixArt,
-        "Transformer2DModel",  # as its published pipeline says; diffusers makes a PixArtTransformer2DModel of it
-        PIXART_SIGMA,
-    ),
-    "sana 1600m": (Sana, "SanaTransformer2DModel", SANA),
-    "sana 600m": (Sana, "SanaTransformer2DModel", {**SANA, **SMALL_SANA}),
-    "auraflow 0.1": (AuraFlow, "AuraFlowTransformer2DModel", AURAFLOW),
-    "lumina2": (Lumina2, "Lumina2Transformer2DModel", LUMINA2),
-    "qwen image": (QwenImage, "QwenImageTransformer2DModel", QWEN_IMAGE),
-    "z image": (ZImage, "ZImageTransformer2DModel", Z_IMAGE),
-    "sdxl": (Sdxl, "UNet2DConditionModel", SDXL),
+    "flux dev": (Flux, "dev"),
+    "flux2 klein 4b": (Flux2, "klein-base-4b"),
+    "flux2 klein 9b": (Flux2, "klein-base-9b"),
+    "flux2 dev": (Flux2, "dev"),
+    "sd3 medium": (StableDiffusion3, "medium"),
+    "sd3.5 medium": (StableDiffusion3, "3.5-medium"),
+    "sd3.5 large": (StableDiffusion3, "3.5-large"),
+    "pixart sigma": (PixArt, "sigma-1024"),
+    "sana 1600m": (Sana, "1600m-1024"),
+    "sana 600m": (Sana, "600m-1024"),
+    "auraflow 0.1": (AuraFlow, "0.1"),
+    "lumina2": (Lumina2, "2.0"),
+    "qwen image": (QwenImage, "image"),
+    "z image": (ZImage, "turbo"),
+    "sdxl": (Sdxl, "base-1.0"),
 }
-MADE = {"Transformer2DModel": "PixArtTransformer2DModel"}
-VAES = {
-    Flux2: {"latent_channels": 32, "block_out_channels": [128, 256, 512, 512]},
-    Sdxl: {"latent_channels": 4, "block_out_channels": [128, 256, 512, 512]},
-    Flux: {"latent_channels": 16, "block_out_channels": [128, 256, 512, 512]},
-    StableDiffusion3: {"latent_channels": 16, "block_out_channels": [128, 256, 512, 512]},
-    PixArt: {"latent_channels": 4, "block_out_channels": [128, 256, 512, 512]},
-    AuraFlow: {"latent_channels": 4, "block_out_channels": [128, 256, 512, 512]},
-    Lumina2: {"latent_channels": 16, "block_out_channels": [128, 256, 512, 512]},
-    QwenImage: {"z_dim": 16, "temperal_downsample": [False, True, True]},
-    Sana: {"latent_channels": 32, "encoder_block_out_channels": [128, 256, 512, 512, 1024, 1024]},
-    ZImage: {"latent_channels": 16, "block_out_channels": [128, 256, 512, 512]},
-}
-PIPELINES = {"pixart sigma": "PixArtSigmaPipeline", "flux2 klein 4b": "Flux2KleinPipeline", "flux2 dev": "Flux2Pipeline"}
 PARAMETERS = {
     "flux dev": 11_901_408_320,
     "flux2 klein 4b": 3_875_544_576,
+    "flux2 klein 9b": 9_078_581_248,
     "flux2 dev": 32_223_281_152,
     "sd3 medium": 2_028_328_000,
     "sd3.5 medium": 2_243_171_520,
@@ -88,7 +53,7 @@ PARAMETERS = {
     "pixart sigma": 610_856_096,
     "sana 1600m": 1_604_462_752,
     "sana 600m": 591_747_872,
-    "auraflow 0.1": 6_833_439_744,
+    "auraflow 0.1": 6_842_876_928,
     "lumina2": 2_609_769_152,
     "qwen image": 20_430_401_088,
     "z image": 6_154_908_736,
@@ -101,21 +66,13 @@ FEW = {"num_layers": 2, "num_single_layers": 3, "num_mmdit_layers": 1, "num_sing
 @pytest.fixture
 def build(tmp_path):
     def give(name, **changes):
-        family, model, config = MODELS[name]
-        known = signature(getattr(diffusers, MADE.get(model, model))).parameters
-        config = config | {key: value for key, value in changes.items() if key in known}
-        parts = {family.part: config, "vae": VAES[family], "text_encoder_3": {}}
-        for part, values in parts.items():
-            (tmp_path / part).mkdir()
-            (tmp_path / part / "config.json").write_text(json.dumps(values))
-        (tmp_path / "scheduler").mkdir()
-        (tmp_path / "scheduler" / "scheduler_config.json").write_text("{}")
-        index = {
-            "_class_name": getattr(family, "pipeline", PIPELINES.get(name)),
-            **{part: ["diffusers", model] for part in parts},
-        }
-        (tmp_path / "model_index.json").write_text(json.dumps(index))
-        return family(Components(tmp_path), DiffusersOptions())
+        family, flavour = MODELS[name]
+        config, folder = published(family.name, flavour, family.part)
+        shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+        changed = config | {key: value for key, value in changes.items() if key in config}
+        (tmp_path / family.part / "config.json").write_text(json.dumps(changed))
+        with dry_run():  # the tokenizer of one of them needs a package more
+            return family(Components(tmp_path), DiffusersOptions())
 
     return give
 

@@ -11,6 +11,7 @@ from single_files import UNET, single_file
 from test_single_file import different, family_from
 
 from smalti import UserError
+from smalti.models import dry_run
 from smalti_diffusers.sources import location
 from smalti_diffusers.sources.components import Components
 
@@ -90,3 +91,19 @@ def test_what_was_fetched_is_used_without_a_connection(sent, repositories, monke
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     assert family_from("sdxl", "user/half").components.weights("unet").get("conv_in.bias").dtype == torch.float16
     assert len(sent) == before
+
+
+def test_a_dry_run_fetches_no_weights_and_checks_those_that_are_there(sent):
+    with dry_run("missing"):
+        found = family_from("sdxl", "user/base", "--model_type=lora")
+        assert found.components.missing == "user/base"
+        assert found.adapter(0)["base"] is None
+        assert any("the weights of user/base are not on this machine" in each for each in found.notices)
+    assert weights(sent) == set()
+    family_from("sdxl", "user/base")
+    before = len(weights(sent))
+    with dry_run("missing"):
+        found = family_from("sdxl", "user/base", "--model_type=lora")
+        assert (found.components.missing, found.notices) == ("", ())
+        assert found.adapter(0)["base"]
+    assert len(weights(sent)) == before > 0

@@ -1,9 +1,7 @@
 """Stable Diffusion XL: what its model is told is what the pipeline tells it, and the contract of a family."""
 
-import json
 from dataclasses import replace
 
-import published as shapes
 import pytest
 import tiny
 import torch
@@ -20,6 +18,7 @@ from smalti.models.weights import materialise
 from smalti.plugins.discovery import Selection, load_plugins
 from smalti.plugins.schema import schema_of
 from smalti_diffusers.families.sdxl import Sdxl, family
+from smalti_diffusers.flavours import shipped_folder
 from smalti_diffusers.options import DiffusersOptions
 from smalti_diffusers.sources.components import Components
 from smalti_testing.pytest import FamilyContract
@@ -286,15 +285,9 @@ def test_a_refiner_is_refused(tmp_path, configured):
 
 
 @pytest.fixture
-def published(folder, tmp_path):
+def published():
     """The family over the published configurations, without any weights."""
-    vae = {"latent_channels": 4, "block_out_channels": [128, 256, 512, 512]}
-    for part, config in {"unet": shapes.SDXL, "vae": vae}.items():
-        (tmp_path / part).mkdir()
-        (tmp_path / part / "config.json").write_text(json.dumps(config))
-    (tmp_path / "model_index.json").symlink_to(folder / "model_index.json")
-    (tmp_path / "scheduler").symlink_to(folder / "scheduler")
-    return family_of(tmp_path)
+    return family_of(shipped_folder("stabilityai/stable-diffusion-xl-base-1.0"))
 
 
 def test_no_block_holds_much_of_the_published_model(published):

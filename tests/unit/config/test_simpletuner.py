@@ -304,6 +304,7 @@ def test_a_value_that_is_the_default_here_overrides_a_default_of_simpletuner_for
     [
         ("auraflow", "v0.3", {"model_flavour": "0.3"}),
         ("qwen_image", "v1.0", {"model_flavour": "image"}),
+        ("z_image", "base", {"model_flavour": "base"}),
         ("flux", "dev", {"model_flavour": "dev"}),
         ("pixart_sigma", "600M-1024", {"model_flavour": "sigma-1024", "model_family": "pixart"}),
         ("sana", "sana1.5-1.6b-1024", {"pretrained_model_name_or_path": "Efficient-Large-Model/SANA1.5_1.6B_1024px_diffusers"}),

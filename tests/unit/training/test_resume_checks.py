@@ -18,6 +18,7 @@ from smalti.data.scan.changes import keep
 from smalti.data.scan.identity import Identity, first_digest
 from smalti.errors import CheckpointError, PreflightError
 from smalti.plugins.registry import Plugins
+from smalti.training.resume import check_adapter
 from smalti.training.resume_checks import Resumption, check_resumable
 
 FIRST_DIGEST = "47f49a90682c2fa2937d090e72178c6203b593d175ded3824c20c1cefda7eb8a"
@@ -287,3 +288,13 @@ def test_a_run_that_goes_on_after_its_last_dataset_is_refused(project: Project, 
     ):
         total_steps(config, data)
     assert total_steps(project.config("--max_train_steps=3"), data) == 3
+
+
+def test_what_a_dry_run_does_not_know_of_an_adapter_is_not_compared(tmp_path: Path) -> None:
+    kept = {"adapter": {"rank": 4, "base": "3f2a"}}
+    check_adapter({"rank": 4, "base": None}, kept, tmp_path)
+    for other in ({"rank": 8, "base": None}, {"rank": 4, "base": "77aa"}, None):
+        with pytest.raises(CheckpointError, match="another adapter"):
+            check_adapter(other, kept, tmp_path)
+    with pytest.raises(CheckpointError, match="another adapter"):
+        check_adapter({"rank": 4, "base": None}, {}, tmp_path)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Callable, Iterable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -144,7 +144,7 @@ def _checked(config: Config, plugins: Plugins, *, thorough: bool, fetch: bool) -
     if checks.run(lambda: find_optimizer(config[OptimizerOptions].optimizer, entries)) and distributed:
         checks.run(lambda: check_strategy(distributed, config, plugins))
     checks.run(lambda: validation_prompts(config))
-    family = checks.run(lambda: _family(config, plugins, fetch=fetch and not checks.problems))
+    family = checks.run(lambda: _family(config, plugins, fetch=fetch and not checks.problems, dry=thorough))
     loss = checks.run(lambda: _loss(config, family)) if family else None
     notices: tuple[str, ...] = ()
     if family:
@@ -208,15 +208,21 @@ def _checkpoint(config: Config, plugins: Plugins) -> Path | None:
     return CheckpointStore(run.checkpoints).resolve(choice, check=quick_check)
 
 
-def _family(config: Config, plugins: Plugins, *, fetch: bool) -> ModelFamily | None:
-    """The model family; None if none is named, or if creating it could download weights and `fetch` is not set."""
+def _family(config: Config, plugins: Plugins, *, fetch: bool, dry: bool) -> ModelFamily | None:
+    """The model family; None if none is named, or if creating it could download weights and `fetch` is not set.
+
+    With `dry`, missing weights are left to the run.
+    """
     options = config[ModelOptions]
     if options.model_family is None and known_families(plugins):
         return None
     start = options.pretrained_model_name_or_path
     if family_entry(config, plugins).downloads and not fetch and not (start and Path(start).expanduser().is_dir()):
         return None
-    return find_family(config, plugins)
+    from smalti.models import dry_run
+
+    with dry_run("missing") if dry else nullcontext():
+        return find_family(config, plugins)
 
 
 def _loss(config: Config, family: ModelFamily) -> DenoisingLoss:

@@ -96,7 +96,8 @@ class Adaptable(Protocol):
         """A description of the adapter, JSON-able; None when the run trains all weights.
 
         It goes into checkpoints, and a run resumes only from those with the same one: include whatever changes the meaning of
-        the trained tensors and does not show in their names and shapes, such as a scale and a digest of what is frozen.
+        the trained tensors and does not show in their names and shapes, such as a scale and a digest of what is frozen. A
+        value is None where it is not known, in a dry run without weights.
         """
         ...
 

@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Protocol, runtime_checkable
+from typing import Literal, Protocol, runtime_checkable
 from weakref import WeakValueDictionary
 
 import torch
@@ -55,26 +55,30 @@ def without_weights() -> Iterator[None]:
         nn.Module.register_parameter = register  # type: ignore[method-assign]
 
 
-_dry_run = False
+_dry_run: Literal["", "missing", "all"] = ""
 
 
 @contextmanager
-def dry_run() -> Iterator[None]:
+def dry_run(which: Literal["missing", "all"] = "all") -> Iterator[None]:
     """Within it families are opened without weights: what they load has shapes and no values. For the whole process.
 
+    With "missing" only those are whose weights are not on this machine; others are read and checked, and none are downloaded.
     The caller makes sure that tensors are made without values too, by torch's `FakeTensorMode`.
     """
     global _dry_run
-    _dry_run = True
+    before, _dry_run = _dry_run, which
     try:
         yield
     finally:
-        _dry_run = False
+        _dry_run = before
 
 
-def is_dry_run() -> bool:
-    """Whether weights are not to be read, and need not be there: parts are built from their configuration instead."""
-    return _dry_run
+def is_dry_run(*, missing: bool = False) -> bool:
+    """Whether weights are not to be read, and need not be there: parts are built from their configuration instead.
+
+    `missing` asks it for weights that are not on this machine.
+    """
+    return _dry_run == "all" or (missing and _dry_run == "missing")
 
 
 class ShapeWeights:

@@ -113,8 +113,10 @@ def chosen_checkpoint(run: Run, choice: str) -> Path | None:
 
 
 def check_adapter(mine: Mapping[str, object] | None, trainer: Mapping[str, object], source: Path) -> None:
-    """Refuse what would make the meaning of an adapter another one without saying so."""
-    if (adapter := trainer.get("adapter")) != mine:
+    """Refuse what would make the meaning of an adapter another one without saying so. A value None of mine is not known."""
+    adapter = cast(Mapping[str, object] | None, trainer.get("adapter"))
+    unknown = {name: None for name, value in (mine or {}).items() if value is None}
+    if (adapter and {**adapter, **unknown}) != mine:
         raise CheckpointError(
             f"{source} holds another adapter than this run trains: {adapter} there, {mine} here",
             fix="give the same --pretrained_model_name_or_path, --lora_alpha and --assistant_lora, "

@@ -22,10 +22,11 @@ from torch import Tensor, nn
 from smalti import Config, UserError
 from smalti.config import LaunchOptions, ModelOptions, ObjectiveOptions, RunOptions
 from smalti.diffusion import BetaSchedule, Conditioning, Prediction
-from smalti.models import Encoding, ModelFamily, SampleRequest, SeededWeights, Weights, is_dry_run, without_weights
+from smalti.models import Encoding, ModelFamily, SampleRequest, SeededWeights, Weights, without_weights
 from smalti.parallel import in_bf16
 from smalti.system import importing
 from smalti_diffusers.exporting import check_request, export_pipeline
+from smalti_diffusers.flavours import FLAVOURS
 from smalti_diffusers.flowshift import scheduler_shift
 from smalti_diffusers.lora.adapter import AdaptedWeights, Lora, adapter_shapes, attach
 from smalti_diffusers.lora.assistant import ASSISTANT, is_distilled, locate as locate_assistant, notice
@@ -36,6 +37,7 @@ from smalti_diffusers.lora.strength import adapter_scaled
 from smalti_diffusers.options import DiffusersOptions, LoraOptions, Precision
 from smalti_diffusers.sampling import check_scheduler, decoding, scheduler_in_place
 from smalti_diffusers.sources.components import Components, PartWeights, class_of
+from smalti_diffusers.sources.location import download_notice
 from smalti_diffusers.sources.model_file import ModelFile
 from smalti_diffusers.sources.start import (
     check_family,
@@ -183,13 +185,14 @@ class PipelineFamily(ModelFamily):
 
     def base_weights(self, seed: int) -> SeededWeights | PartWeights:
         """The first weights of the model without an adapter."""
-        from_config = self.options.init_from_config or is_dry_run()
+        from_config = self.options.init_from_config or self.components.lacks_weights(self.part)
         return SeededWeights(self.build_base, seed) if from_config else self.components.weights(self.part)
 
     def adapter(self, seed: int) -> dict[str, object] | None:
         if self.lora is None:
             return None
-        base = self.base_weights(seed).digest()
+        lacking = self.components.lacks_weights(self.part) and not self.options.init_from_config
+        base = None if lacking else self.base_weights(seed).digest()
         kept: dict[str, object] = {} if self._precision == "no_change" else {"base_precision": self._precision}
         if self._assistant is not None:
             kept["assistant"] = self._assistant.digest()
@@ -426,12 +429,12 @@ def _precision(config: Config | None) -> Precision:
     return precision
 
 
-def create(family: type[PipelineFamily], config: Config, flavours: dict[str, str]) -> PipelineFamily:
+def create(family: type[PipelineFamily], config: Config) -> PipelineFamily:
     """The family over the pipeline that the options name: a path or hub id, or a flavour's; or over a model and its base.
 
     Raises UserError for a path that is none of these, and for parts without weights.
     """
-    model, options = config[ModelOptions], config[DiffusersOptions]
+    model, options, flavours = config[ModelOptions], config[DiffusersOptions], FLAVOURS[family.name]
     if model.model_flavour is not None and model.model_flavour not in flavours:
         raise UserError(f"{family.name} has no flavour {model.model_flavour!r}", fix=f"one of {', '.join(flavours)}")
     flavour = model.model_flavour or next(iter(flavours))
@@ -456,6 +459,8 @@ def create(family: type[PipelineFamily], config: Config, flavours: dict[str, str
     if isinstance(alone, ModelFile) and (unused := unused_parts(alone, components)):
         made.notices = (f"{alone} also has {', '.join(unused)}, which is not used: these parts are those of {base}",)
     made.source, made.base_source = name, base
+    if components.missing:
+        made.notices = (*made.notices, download_notice(components.missing, components.folder))
     if not config[LoraOptions].assistant_lora and (is_distilled(name) or components.settings.get("is_distilled")):
         made.notices = (*made.notices, notice(family.name))
     return made

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from smalti import Config, FamilyEntry, OptionGroup, Problem, hookimpl
+from smalti_diffusers.flavours import FLAVOURS
 from smalti_diffusers.options import GROUPS
 
 
 def _entry(name: str, title: str) -> FamilyEntry:
-    return FamilyEntry(name=name, title=title, factory=f"smalti_diffusers.families.{name}:family", downloads=True)
+    factory = f"smalti_diffusers.families.{name}:family"
+    return FamilyEntry(name=name, title=title, factory=factory, flavours=FLAVOURS[name], downloads=True)
 
 
 FAMILIES = (

@@ -109,10 +109,11 @@ def detected(config: Config, *, report: Report = _log.warning) -> Detection | No
 
 def _examine(config: Config, plugins: Plugins, source: str | None) -> Detection:
     """Build the model without weights and describe it."""
-    from smalti.models import without_weights
+    from smalti.models import dry_run, without_weights
     from smalti.plugins import find_family
 
-    family = find_family(config, plugins)
+    with dry_run():
+        family = find_family(config, plugins)
     with without_weights():
         model = family.build_model()
     return Detection(

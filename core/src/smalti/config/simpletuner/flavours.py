@@ -31,7 +31,6 @@ FLAVOURS: Mapping[str, Mapping[str, tuple[str, str]]] = {
     },
     "sd3": {"large": ("3.5-large", "")},
     "sdxl": {"base-0.9": ("", "stabilityai/stable-diffusion-xl-base-0.9")},
-    "z_image": {"base": ("", "Tongyi-MAI/Z-Image")},
 }
 """By family, the flavour here; or an empty text and the hub id of its weights, for models without a flavour here."""
 

@@ -16,8 +16,6 @@ from smalti.diffusion import Conditioning
 from smalti.models import Attention, ContextPlan, Join, SampleRequest, Split
 from smalti_diffusers.pipeline import PipelineFamily, create
 
-FLAVOURS = {"0.3": "fal/AuraFlow-v0.3", "0.2": "fal/AuraFlow-v0.2", "0.1": "fal/AuraFlow"}
-
 _BLOCKS = ("joint_transformer_blocks", "single_transformer_blocks")
 
 
@@ -80,4 +78,4 @@ class AuraFlow(PipelineFamily):
 
 
 def family(config: Config) -> AuraFlow:
-    return cast(AuraFlow, create(AuraFlow, config, FLAVOURS))
+    return cast(AuraFlow, create(AuraFlow, config))

@@ -19,8 +19,6 @@ from smalti_diffusers.options import DiffusersOptions
 from smalti_diffusers.pipeline import PipelineFamily, create
 from smalti_diffusers.sources.components import Components
 
-FLAVOURS = {"dev": "black-forest-labs/FLUX.1-dev", "schnell": "black-forest-labs/FLUX.1-schnell"}
-
 _BLOCKS = ("transformer_blocks", "single_transformer_blocks")
 
 
@@ -153,4 +151,4 @@ def positions(rows: int, columns: int, device: torch.device) -> Tensor:
 
 
 def family(config: Config) -> Flux:
-    return cast(Flux, create(Flux, config, FLAVOURS))
+    return cast(Flux, create(Flux, config))

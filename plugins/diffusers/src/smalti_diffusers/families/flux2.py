@@ -19,20 +19,13 @@ from torch.nn.functional import pixel_shuffle, pixel_unshuffle
 
 from smalti import Config, UserError
 from smalti.diffusion import Conditioning
-from smalti.models import Attention, ContextPlan, Join, SampleRequest, Split
+from smalti.models import Attention, ContextPlan, Join, SampleRequest, Split, is_dry_run
 from smalti_diffusers.options import DiffusersOptions
 from smalti_diffusers.pipeline import PipelineFamily, create
 from smalti_diffusers.sources.components import Components
 from smalti_diffusers.sources.model_file import ModelFile
 from smalti_diffusers.sources.start import shape_of
 
-FLAVOURS = {
-    "klein-base-4b": "black-forest-labs/FLUX.2-klein-base-4B",
-    "klein-base-9b": "black-forest-labs/FLUX.2-klein-base-9B",
-    "klein-4b": "black-forest-labs/FLUX.2-klein-4B",
-    "klein-9b": "black-forest-labs/FLUX.2-klein-9B",
-    "dev": "black-forest-labs/FLUX.2-dev",
-}
 DEV = "Flux2Pipeline"
 _WIDTHS = {7680: "klein-base-4b", 12288: "klein-base-9b", 15360: "dev"}
 """Flavours by the width of a caption's tokens: three layers of the text encoder beside each other."""
@@ -68,7 +61,7 @@ class Flux2(PipelineFamily):
         self._known: tuple[Tensor, Tensor] | None = None
         if self.pipeline == DEV or components.settings.get("is_distilled"):
             self.no_negative_prompt = "this Flux.2 is guidance-distilled and sampled without classifier-free guidance"
-        if components.kind("tokenizer") == "PixtralProcessor" and find_spec("torchvision") is None:
+        if components.kind("tokenizer") == "PixtralProcessor" and find_spec("torchvision") is None and not is_dry_run():
             raise UserError(
                 f"the tokenizer of {components.folder} is one for images too, which transformers makes only with torchvision",
                 fix="pip install torchvision, or take a klein model",
@@ -193,4 +186,4 @@ def _positions(batch: int, counts: Sequence[int], device: torch.device) -> Tenso
 
 
 def family(config: Config) -> Flux2:
-    return cast(Flux2, create(Flux2, config, FLAVOURS))
+    return cast(Flux2, create(Flux2, config))

@@ -15,9 +15,8 @@ from smalti import Config
 from smalti.diffusion import Conditioning
 from smalti.models import SampleRequest
 from smalti_diffusers.families.gemma import encode_instructed, encode_negative
+from smalti_diffusers.families.padding import has_values
 from smalti_diffusers.pipeline import PipelineFamily, create
-
-FLAVOURS = {"2.0": "Alpha-VLLM/Lumina-Image-2.0"}
 
 
 class Lumina2(PipelineFamily):
@@ -30,8 +29,7 @@ class Lumina2(PipelineFamily):
 
     def build_base(self) -> nn.Module:
         model = super().build_base()
-        for block in cast(nn.ModuleList, model.context_refiner):
-            block.register_forward_pre_hook(_mask_beside_states)
+        cast(nn.Module, model.rope_embedder).register_forward_pre_hook(_with_values)
         return model
 
     @property
@@ -51,13 +49,11 @@ class Lumina2(PipelineFamily):
         return {"tokens": torch.empty(1, length, width_of_text), "mask": torch.ones(1, length, dtype=torch.int64)}
 
     def inputs(self, noisy: Tensor, timesteps: Tensor, conditioning: Conditioning) -> dict[str, object]:
-        mask = conditioning["mask"]
         return {
             "hidden_states": noisy,
             "timestep": 1 - timesteps / 1000,
             "encoder_hidden_states": conditioning["tokens"],
-            # The model counts the tokens of each caption, which has to be possible on the meta device, too.
-            "encoder_attention_mask": torch.ones(mask.shape, dtype=mask.dtype, device="cpu") if mask.is_meta else mask,
+            "encoder_attention_mask": conditioning["mask"],
         }
 
     def outputs(self, prediction: Tensor, noisy: Tensor) -> Tensor:
@@ -79,11 +75,24 @@ class Lumina2(PipelineFamily):
         return {"max_sequence_length": self.text_length}
 
 
-def _mask_beside_states(block: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """Before a block of text: states, mask and positions, of which the mask is on the CPU where FLOPs are counted."""
-    states, mask, *others = inputs
-    return (states, mask.to(states.device), *others)
+class _AllOnes:
+    """Stands in for a mask (B, L) where the model counts the tokens of each caption: L of each."""
+
+    def __init__(self, mask: Tensor) -> None:
+        self.shape = mask.shape
+
+    def sum(self, dim: int) -> _AllOnes:
+        return self
+
+    def tolist(self) -> list[int]:
+        return [self.shape[1]] * self.shape[0]
+
+
+def _with_values(embedder: nn.Module, inputs: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor | _AllOnes]:
+    """Before positions are made, which takes the number of tokens: without values, as where FLOPs are counted, all of them."""
+    states, mask = inputs
+    return states, mask if has_values(mask) else _AllOnes(mask)
 
 
 def family(config: Config) -> Lumina2:
-    return cast(Lumina2, create(Lumina2, config, FLAVOURS))
+    return cast(Lumina2, create(Lumina2, config))

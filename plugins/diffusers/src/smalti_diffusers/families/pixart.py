@@ -20,11 +20,6 @@ from smalti_diffusers.options import DiffusersOptions
 from smalti_diffusers.pipeline import PipelineFamily, create
 from smalti_diffusers.sources.components import Components
 
-FLAVOURS = {
-    "sigma-1024": "PixArt-alpha/PixArt-Sigma-XL-2-1024-MS",
-    "alpha-1024": "PixArt-alpha/PixArt-XL-2-1024-MS",
-    "alpha-512": "PixArt-alpha/PixArt-XL-2-512x512",
-}
 ALPHA = "PixArtAlphaPipeline"
 
 
@@ -111,4 +106,4 @@ class PixArt(PipelineFamily):
 
 
 def family(config: Config) -> PixArt:
-    return cast(PixArt, create(PixArt, config, FLAVOURS))
+    return cast(PixArt, create(PixArt, config))

@@ -16,9 +16,8 @@ from smalti import Config
 from smalti.diffusion import Conditioning
 from smalti.models import Attention, ContextPlan, Join, SampleRequest, Split
 from smalti_diffusers.families.flux import pack, unpack
+from smalti_diffusers.families.padding import has_values
 from smalti_diffusers.pipeline import PipelineFamily, create
-
-FLAVOURS = {"image": "Qwen/Qwen-Image"}
 
 EMPTY = " "
 """The negative prompt of the published examples: what is guided away from, and so what a dropped caption is."""
@@ -155,9 +154,9 @@ class QwenImage(PipelineFamily):
 def _as_long_as_the_longest(tokens: Tensor, mask: Tensor) -> tuple[Tensor, Tensor | None]:
     """Without what is padding in every row, as the pipeline returns them; no mask where it would be all ones.
 
-    On the meta device, where FLOPs are counted, there is no telling what is padding: nothing.
+    Without values, as where FLOPs are counted, there is no telling what is padding: nothing.
     """
-    if mask.is_meta:
+    if not has_values(mask):
         return tokens, None
     lengths = mask.sum(dim=1)
     shortest, longest = int(lengths.min()), int(lengths.max())
@@ -180,4 +179,4 @@ def _channels(values: tuple[float, ...], device: torch.device) -> Tensor:
 
 
 def family(config: Config) -> QwenImage:
-    return cast(QwenImage, create(QwenImage, config, FLAVOURS))
+    return cast(QwenImage, create(QwenImage, config))

@@ -20,13 +20,6 @@ from smalti_diffusers.families.gemma import encode_instructed, encode_negative
 from smalti_diffusers.pipeline import PipelineFamily, create
 from smalti_diffusers.sources.components import class_of
 
-FLAVOURS = {
-    "1600m-1024": "Efficient-Large-Model/Sana_1600M_1024px_diffusers",
-    "1600m-512": "Efficient-Large-Model/Sana_1600M_512px_diffusers",
-    "600m-1024": "Efficient-Large-Model/Sana_600M_1024px_diffusers",
-    "600m-512": "Efficient-Large-Model/Sana_600M_512px_diffusers",
-}
-
 
 class Sana(PipelineFamily):
     name = "sana"
@@ -94,4 +87,4 @@ def _in_own_memory(model: nn.Module, inputs: object, answer: object) -> object:
 
 
 def family(config: Config) -> Sana:
-    return cast(Sana, create(Sana, config, FLAVOURS))
+    return cast(Sana, create(Sana, config))

@@ -19,11 +19,6 @@ from smalti_diffusers.options import DiffusersOptions
 from smalti_diffusers.pipeline import PipelineFamily, create
 from smalti_diffusers.sources.components import Components, PartWeights
 
-FLAVOURS = {
-    "medium": "stabilityai/stable-diffusion-3-medium-diffusers",
-    "3.5-medium": "stabilityai/stable-diffusion-3.5-medium",
-    "3.5-large": "stabilityai/stable-diffusion-3.5-large",
-}
 CLIP_TOKENS = 77
 
 
@@ -108,4 +103,4 @@ class StableDiffusion3(PipelineFamily):
 
 
 def family(config: Config) -> StableDiffusion3:
-    return cast(StableDiffusion3, create(StableDiffusion3, config, FLAVOURS))
+    return cast(StableDiffusion3, create(StableDiffusion3, config))

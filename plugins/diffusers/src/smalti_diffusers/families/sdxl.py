@@ -22,8 +22,6 @@ from smalti_diffusers.options import DiffusersOptions
 from smalti_diffusers.pipeline import PipelineFamily, create
 from smalti_diffusers.sources.components import Components
 
-FLAVOURS = {"base-1.0": "stabilityai/stable-diffusion-xl-base-1.0"}
-
 
 class Sdxl(PipelineFamily):
     name = "sdxl"
@@ -132,4 +130,4 @@ class Sdxl(PipelineFamily):
 
 
 def family(config: Config) -> Sdxl:
-    return cast(Sdxl, create(Sdxl, config, FLAVOURS))
+    return cast(Sdxl, create(Sdxl, config))

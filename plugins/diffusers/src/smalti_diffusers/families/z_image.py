@@ -16,9 +16,8 @@ from torch.nn.functional import pad
 from smalti import Config
 from smalti.diffusion import Conditioning
 from smalti.models import SampleRequest
+from smalti_diffusers.families.padding import has_values
 from smalti_diffusers.pipeline import PipelineFamily, create
-
-FLAVOURS = {"turbo": "Tongyi-MAI/Z-Image-Turbo"}
 
 
 class ZImage(PipelineFamily):
@@ -74,10 +73,10 @@ class ZImage(PipelineFamily):
 
 
 def _rows(conditioning: Conditioning) -> list[Tensor]:
-    """Tokens without padding. Where FLOPs are counted, on the meta device, there is no telling what is padding: nothing."""
+    """Tokens without padding. Without values, as where FLOPs are counted, there is no telling what is padding: nothing."""
     tokens, mask = conditioning["tokens"], conditioning["mask"]
-    return list(tokens) if mask.is_meta else [row[own] for row, own in zip(tokens, mask, strict=True)]
+    return list(tokens) if not has_values(mask) else [row[own] for row, own in zip(tokens, mask, strict=True)]
 
 
 def family(config: Config) -> ZImage:
-    return cast(ZImage, create(ZImage, config, FLAVOURS))
+    return cast(ZImage, create(ZImage, config))

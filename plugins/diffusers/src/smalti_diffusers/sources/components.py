@@ -58,7 +58,8 @@ class Components:
 
     `folder` is a pipeline in diffusers' layout. `replaced` are parts whose weights come from elsewhere, by name. `variant`
     chooses among weight files such as `model.fp16.safetensors`; None takes plain names, or the only variant. `scheduler` is
-    what the configuration of the scheduler has to say otherwise.
+    what the configuration of the scheduler has to say otherwise. `missing` is the hub id whose weights are not on
+    this machine, in a dry run; "" if they are.
     """
 
     def __init__(
@@ -68,8 +69,10 @@ class Components:
         *,
         variant: str | None = None,
         scheduler: Mapping[str, object] | None = None,
+        missing: str = "",
     ) -> None:
         self.folder = folder
+        self.missing = missing
         self.replaced = dict(replaced or {})
         self._variant = variant
         self._scheduler = dict(scheduler or {})
@@ -105,6 +108,10 @@ class Components:
         assert isinstance(model, nn.Module)
         return model
 
+    def lacks_weights(self, part: str) -> bool:
+        """Whether a part is to be described by its configuration alone: in a dry run."""
+        return is_dry_run() or (bool(self.missing) and part not in self.replaced)
+
     def weights(self, part: str) -> PartWeights:
         """Raises UserError if there are none, or a file is damaged."""
         if part in self.replaced:
@@ -114,7 +121,12 @@ class Components:
     def load(self, part: str, dtype: torch.dtype | None = None) -> object:
         """A frozen part with its weights, in eval mode, without gradients; or a tokenizer or scheduler."""
         loaded: object
-        if is_dry_run() and issubclass(self._class(part), nn.Module):
+        if part not in self.replaced and part in self._classes and not (self.folder / part).is_dir():
+            raise UserError(
+                f"{self.folder} has no files of {part}",
+                fix="they are downloaded when a run starts; or name a folder with the whole pipeline",
+            )
+        if self.lacks_weights(part) and issubclass(self._class(part), nn.Module):
             with _default_dtype(dtype):  # as what is read in it: no part is there in another type first
                 loaded = self.build(part)
         elif part in self.replaced:
@@ -171,7 +183,7 @@ class Components:
     def check_weights(self, skip: str | None = None) -> None:
         """Raises UserError if a part has no weights, or a file of them is missing or damaged. Reads headers; skips one part."""
         for part in self.models():
-            if part != skip and not is_dry_run():
+            if part != skip and not self.lacks_weights(part):
                 self.weights(part)
 
     def export_part(self, part: str, folder: ExportFolder) -> None:

@@ -10,7 +10,8 @@ from functools import cache
 from pathlib import Path
 
 from smalti import UserError
-from smalti.models import WeightFiles, weight_files, weight_map
+from smalti.models import WeightFiles, is_dry_run, weight_files, weight_map
+from smalti_diffusers.flavours import GATED, shipped_folder
 
 INDEX = "model_index.json"
 _SMALL = ("*.json", "*/*.json", "*/*.txt", "*/*.model", "*/*.jinja")
@@ -43,10 +44,52 @@ def find_file(name: str, revision: str | None) -> Path | None:
 def small_files(name: str, revision: str | None) -> Path:
     """A local folder as it is; of a hub id the configurations and tokenizers, in the hub's cache.
 
-    Raises UserError if it is neither.
+    In a dry run a published model that is not in the cache is described by the shipped configurations; nothing is asked of the
+    hub. Raises UserError if it is neither a folder nor a hub id.
     """
     path = Path(name).expanduser()
-    return path if path.is_dir() else _small(name, revision)
+    if path.is_dir():
+        return path
+    if is_dry_run(missing=True) and revision is None and (shipped := shipped_folder(name)) is not None:
+        return _cached(name, shipped)
+    return _small(name, revision)
+
+
+def _cached(name: str, shipped: Path) -> Path:
+    """The hub's cache of a published model if it has all configurations that are shipped, else the shipped ones."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    try:
+        cached = Path(snapshot_download(name, local_files_only=True, allow_patterns=list(_SMALL)))
+    except LocalEntryNotFoundError:
+        return shipped
+    wanted = (path.relative_to(shipped) for path in shipped.rglob("*.json"))
+    return cached if all((cached / path).is_file() for path in wanted) else shipped
+
+
+def has_weights(name: str, folder: Path, variant: str | None, without: Collection[str] = ()) -> bool:
+    """Whether all weights of a pipeline but those of the parts `without` are on this machine.
+
+    `folder` has the small files of a hub id. A local folder is not looked into: what it lacks is an error.
+    """
+    if Path(name).expanduser().is_dir():
+        return True
+    parts = [path.parent for path in folder.glob("*/config.json") if path.parent.name not in without]
+    return all(_is_complete(part, variant) for part in parts)
+
+
+def download_notice(name: str, folder: Path) -> str:
+    """What a dry run says of a hub id whose weights are not on this machine; `folder` has the configurations that it used."""
+    shipped = folder == shipped_folder(name)
+    used = "; the configuration that smalti-diffusers ships was used" if shipped else ""
+    login = ", which needs a login (`hf auth login`) of an account that has accepted its terms" if name in GATED else ""
+    return f"the weights of {name} are not on this machine{used}. A run downloads them when it starts{login}"
+
+
+def _is_complete(part: Path, variant: str | None) -> bool:
+    chosen = weight_files((path.name for path in part.iterdir()), variant)
+    return chosen is not None and all((part / file).is_file() for file in _of(part, chosen))
 
 
 def find_folder(name: str, revision: str | None) -> Path:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
@@ -23,7 +23,15 @@ from smalti_diffusers.sources.conversion import (
     holds,
     tensors_of_model,
 )
-from smalti_diffusers.sources.location import INDEX, fetch_model, fetch_weights, find_file, find_folder, small_files
+from smalti_diffusers.sources.location import (
+    INDEX,
+    fetch_model,
+    fetch_weights,
+    find_file,
+    find_folder,
+    has_weights,
+    small_files,
+)
 from smalti_diffusers.sources.model_file import ModelFile
 
 _FAMILIES = {
@@ -113,9 +121,7 @@ def published_pipeline(file: ModelFile) -> str | None:
 def open_pipeline(name: str, revision: str | None, variant: str | None) -> Components:
     """A whole pipeline, with all weights on this machine; without them in a dry run."""
     folder = find_folder(name, revision)
-    if not is_dry_run():
-        fetch_weights(name, folder, variant)
-    return Components(folder, variant=variant)
+    return Components(folder, variant=variant, missing=_missing(name, folder, variant))
 
 
 def open_beside_base(alone: Alone, part: str, base: str, revision: str | None, variant: str | None) -> Components:
@@ -127,15 +133,22 @@ def open_beside_base(alone: Alone, part: str, base: str, revision: str | None, v
         folder = find_folder(base, revision)
         bare = Components(folder, variant=variant)
         replaced = _of_file(alone, bare, part) if isinstance(alone, ModelFile) else _of_folder(alone, bare, part, variant)
-        if not is_dry_run():
-            fetch_weights(base, folder, variant, without=replaced)
+        missing = _missing(base, folder, variant, without=replaced)
     except UserError as error:
         if base in error.message:
             message = f"{alone.path} is not a whole pipeline, and the rest comes from {base}: {error.message}"
             raise UserError(message, fix=f"{error.fix}; or --base_pipeline=FOLDER") from error
         raise
     scheduler = alone.scheduler if isinstance(alone, ModelFile) else None
-    return Components(folder, replaced, variant=variant, scheduler=scheduler)
+    return Components(folder, replaced, variant=variant, scheduler=scheduler, missing=missing)
+
+
+def _missing(name: str, folder: Path, variant: str | None, without: Collection[str] = ()) -> str:
+    """Fetch the weights. A dry run fetches none: it gets the hub id that they are to be fetched from, "" if they are here."""
+    if is_dry_run(missing=True):
+        return "" if has_weights(name, folder, variant, without) else name
+    fetch_weights(name, folder, variant, without)
+    return ""
 
 
 def unused_parts(file: ModelFile, components: Components) -> tuple[str, ...]:

@@ -1,0 +1,62 @@
+"""The published models of each family: their flavours, and where they are on the Hugging Face Hub. Imports no torch.
+
+`published` has a folder for each of them in diffusers' layout, with the configurations that describe the model and no weights:
+enough to plan and to check a run. Text encoders are there where a single file may hold them, tokenizers are not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+FLAVOURS: Mapping[str, Mapping[str, str]] = {
+    "auraflow": {"0.3": "fal/AuraFlow-v0.3", "0.2": "fal/AuraFlow-v0.2", "0.1": "fal/AuraFlow"},
+    "flux": {"dev": "black-forest-labs/FLUX.1-dev", "schnell": "black-forest-labs/FLUX.1-schnell"},
+    "flux2": {
+        "klein-base-4b": "black-forest-labs/FLUX.2-klein-base-4B",
+        "klein-base-9b": "black-forest-labs/FLUX.2-klein-base-9B",
+        "klein-4b": "black-forest-labs/FLUX.2-klein-4B",
+        "klein-9b": "black-forest-labs/FLUX.2-klein-9B",
+        "dev": "black-forest-labs/FLUX.2-dev",
+    },
+    "lumina2": {"2.0": "Alpha-VLLM/Lumina-Image-2.0"},
+    "pixart": {
+        "sigma-1024": "PixArt-alpha/PixArt-Sigma-XL-2-1024-MS",
+        "alpha-1024": "PixArt-alpha/PixArt-XL-2-1024-MS",
+        "alpha-512": "PixArt-alpha/PixArt-XL-2-512x512",
+    },
+    "qwen_image": {"image": "Qwen/Qwen-Image"},
+    "sana": {
+        "1600m-1024": "Efficient-Large-Model/Sana_1600M_1024px_diffusers",
+        "1600m-512": "Efficient-Large-Model/Sana_1600M_512px_diffusers",
+        "600m-1024": "Efficient-Large-Model/Sana_600M_1024px_diffusers",
+        "600m-512": "Efficient-Large-Model/Sana_600M_512px_diffusers",
+    },
+    "sd3": {
+        "medium": "stabilityai/stable-diffusion-3-medium-diffusers",
+        "3.5-medium": "stabilityai/stable-diffusion-3.5-medium",
+        "3.5-large": "stabilityai/stable-diffusion-3.5-large",
+    },
+    "sdxl": {"base-1.0": "stabilityai/stable-diffusion-xl-base-1.0"},
+    "z_image": {"turbo": "Tongyi-MAI/Z-Image-Turbo", "base": "Tongyi-MAI/Z-Image"},
+}
+"""By family. The first flavour is the default."""
+GATED = frozenset(
+    (
+        "black-forest-labs/FLUX.1-dev",
+        "black-forest-labs/FLUX.1-schnell",
+        "black-forest-labs/FLUX.2-dev",
+        "black-forest-labs/FLUX.2-klein-9B",
+        "black-forest-labs/FLUX.2-klein-base-9B",
+        "stabilityai/stable-diffusion-3-medium-diffusers",
+        "stabilityai/stable-diffusion-3.5-large",
+        "stabilityai/stable-diffusion-3.5-medium",
+    )
+)
+"""Those that are downloaded only by accounts that have accepted their terms."""
+
+
+def shipped_folder(name: str) -> Path | None:
+    """The shipped configurations of a hub id; None for an id that is not among the flavours."""
+    known = any(name in flavours.values() for flavours in FLAVOURS.values())
+    return Path(__file__).parent / "published" / name if known else None
