@@ -21,12 +21,12 @@ RANK = 16
 KOHYA = {
     "sdxl": (722, 42_557_440, 722, 42_557_440),
     "flux": (494, 85_917_696, 304, 76_578_816),
-    "sd3": (385, 32_612_352, 263, 29_614_080),
+    "sd3": (333, 29_097_984, 237, 26_738_688),
     "lumina2": (240, 28_640_256, 180, 26_428_416),
 }
 """Layers and parameters of an adapter, here and there. But for SDXL, query, key and value are one layer there."""
 LAST = "transformer_blocks.23.norm1_context.linear"
-"""A layer of SD 3.5 whose rows are in another order in the original model, so that `original_layers` has none for it."""
+"""A layer of SD 3 whose rows are in another order in the original model, so that `original_layers` has none for it."""
 KOHYA_BLOCKS = {
     "sdxl": ("Transformer2DModel",),
     "flux": ("FluxTransformerBlock", "FluxSingleTransformerBlock"),
@@ -38,7 +38,7 @@ AI_TOOLKIT = {
     "sdxl": (722, 42_557_440),
     "flux": (494, 85_917_696),
     "flux2": (100, 24_084_480),
-    "sd3": (385, 32_612_352),
+    "sd3": (333, 29_097_984),
     "lumina2": (238, 28_549_120),
     "pixart": (280, 13_418_496),
     "auraflow": (326, 51_597_824),
@@ -49,7 +49,7 @@ AI_TOOLKIT_BLOCKS = {"lumina2": ("layers.", "noise_refiner.", "context_refiner."
 """Parts of the names of layers; `attentions` of SDXL, `transformer_blocks` of all others."""
 ONETRAINER = {
     "sdxl": ("STABLE_DIFFUSION_XL_10_BASE", 794),
-    "sd3": ("STABLE_DIFFUSION_35", 393),
+    "sd3": ("STABLE_DIFFUSION_35", 341),
     "flux": ("FLUX_DEV_1", 504),
     "flux2": ("FLUX_2", 109),
     "pixart": ("PIXART_SIGMA", 287),
