@@ -1,7 +1,8 @@
 """Extensions that DeepSpeed compiles on a node at first use: one process at a time, without endless waiting.
 
 torch creates an empty file `lock` in the build folder and removes it afterwards. A killed process leaves it there, and every
-later process waits for it forever without a message. Here processes hold a lock that the kernel releases when they end.
+later process waits for it forever without a message. Here processes hold a lock that the kernel releases when they end, as torch
+itself does from 2.15 on.
 """
 
 from __future__ import annotations
@@ -46,7 +47,9 @@ def compiled_one_at_a_time() -> Iterator[None]:
     extension = import_module("torch.utils.cpp_extension")  # here, since it imports setuptools
     try:
         quoted = shlex.quote(extension.TORCH_LIB_PATH)  # torch writes it unquoted into a command
-        with replaced(extension, "FileBaton", _Baton), replaced(extension, "TORCH_LIB_PATH", quoted):
+        with replaced(extension, "TORCH_LIB_PATH", quoted), ExitStack() as locked:
+            if hasattr(extension, "FileBaton"):
+                locked.enter_context(replaced(extension, "FileBaton", _Baton))
             yield
     except Exception as error:
         if (explained := _explained(error)) is None:
