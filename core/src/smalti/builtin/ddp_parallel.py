@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import cast
+from typing import Any, cast
 
 import torch
 from accelerate import Accelerator
@@ -51,7 +51,7 @@ def _with_final_buckets(model: nn.Module) -> nn.Module:
     Left to itself, DDP rebuilds them after the first step of each launch, and over three ranks or more a resumed run rounds
     differently. Where torch has no such internals, only that is lost.
     """
-    reducer = getattr(model, "reducer", None)
+    reducer: Any = getattr(model, "reducer", None)
     if not all(hasattr(reducer, name) for name in ("prepare_for_backward", "_rebuild_buckets")):
         return model
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
