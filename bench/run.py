@@ -35,9 +35,11 @@ class Result:
     unit: str
     goal: float
     pairs: int
+    precision: str = ""
+    """In which both sides of a pair train a model, where they do."""
 
 
-def paired(name: str, ours: Iterable[float], peer: Iterable[float], *, unit: str, goal: float) -> Result:
+def paired(name: str, ours: Iterable[float], peer: Iterable[float], *, unit: str, goal: float, precision: str = "") -> Result:
     """A result from two equally long series measured in turn."""
     pairs = list(zip(ours, peer, strict=True))
     return Result(
@@ -48,6 +50,7 @@ def paired(name: str, ours: Iterable[float], peer: Iterable[float], *, unit: str
         unit=unit,
         goal=goal,
         pairs=len(pairs),
+        precision=precision,
     )
 
 
@@ -68,10 +71,13 @@ def main() -> None:
 
 
 def keep(results: list[dict[str, object]]) -> None:
+    """Write these results to the file of the day; results of other names in it stay."""
     versions = {name: version(name) for name in ("smalti", "torch", "accelerate")}
     record = {"date": date.today().isoformat(), "hardware": hardware(), "python": platform.python_version(), **versions}
     path = Path(__file__).parent / "results" / f"{record['date']}-cpu.json"
     path.parent.mkdir(exist_ok=True)
+    earlier = json.loads(path.read_text())["results"] if path.exists() else []
+    results = list({each["name"]: each for each in [*earlier, *results]}.values())
     path.write_text(json.dumps({**record, "results": results}, indent=2) + "\n")
     print(f"kept in {path}", file=sys.stderr)
 

@@ -24,6 +24,7 @@ from run import Result, paired
 from step import ROOT, ROUND, alternated, opened
 
 from smalti.models.capabilities import latents_of
+from smalti.parallel.precision import in_bf16
 from smalti.training.run import Run
 from smalti_diffusers.families.sdxl import Sdxl
 
@@ -39,12 +40,13 @@ def measure() -> list[Result]:
             f"--resolution={EDGE}",
             "--resolution_type=pixel",
             f"--train_batch_size={BATCH}",
-            "--mixed_precision=bf16",
+            "--mixed_precision=auto",
         ]
         arguments += [f"--max_train_steps={ROUND * (ROUNDS + 1)}", "--checkpoint_step_interval=0", "--use_cpu"]
         run = opened(arguments, closing)
         ours, peer = alternated(run, by_script(run))
-    return [paired("sdxl: smalti against the usual script", ours, peer, unit="s/step", goal=0.95)]
+        precision = "bf16" if in_bf16(run.config) else "fp32"
+    return [paired("sdxl: smalti against the usual script", ours, peer, unit="s/step", goal=0.95, precision=precision)]
 
 
 def tiny_pipeline(folder: Path) -> Path:
@@ -67,7 +69,7 @@ def images(folder: Path) -> Path:
 def by_script(run: Run) -> Callable[[], None]:
     """One step of the script on a second U-Net like the run's."""
     AcceleratorState._reset_state(reset_partial_state=True)  # it remembers the precision that smalti asked it for: none
-    accelerator = Accelerator(cpu=True, mixed_precision="bf16")
+    accelerator = Accelerator(cpu=True, mixed_precision="bf16" if in_bf16(run.config) else "no")
     unet = run.family.build_model()
     weights = run.family.weights(0)
     unet.load_state_dict({name: weights.get(name).clone() for name in weights.names()})

@@ -21,6 +21,7 @@ from smalti import HookSpecs, RunState, StepResult, hookimpl
 from smalti.cli.arguments import CommandLine
 from smalti.launch.preflight import Preparation
 from smalti.parallel.failure_detection import FailureDetector
+from smalti.parallel.precision import in_bf16
 from smalti.plugins.lookup import choose_distributed
 from smalti.plugins.registry import PluginInfo
 from smalti.rundir import Phases
@@ -41,23 +42,32 @@ def measure() -> list[Result]:
             "--num_processes=1",
             "--no_fsdp_enable",
         ]
-        arguments += [f"--max_train_steps={ROUND * (ROUNDS + 1)}", "--checkpoint_step_interval=0", "--validation_prompt=[]"]
+        arguments += [
+            f"--max_train_steps={ROUND * (ROUNDS + 1)}",
+            "--checkpoint_step_interval=0",
+            "--validation_prompt=[]",
+            "--mixed_precision=auto",
+        ]
         arguments += [f"--instance_data_dir={ROOT / 'demo/faces'}", "--train_batch_size=32"]
         run = opened(arguments, closing)
         ours, peer = alternated(run, by_hand(run))
-    return [paired("step: smalti against a bare loop", ours, peer, unit="s/step", goal=1.03)]
+        precision = "bf16" if in_bf16(run.config) else "fp32"
+    return [paired("step: smalti against a bare loop", ours, peer, unit="s/step", goal=1.03, precision=precision)]
 
 
 def opened(arguments: list[str], closing: ExitStack) -> Run:
     """A run of one process, ready for its first step."""
     command_line = CommandLine.parse([*arguments, "--without=console", "--without=plots"])
     config, plugins = command_line.config(), command_line.plugins
-    Preparation.of(config, plugins, write=True)
+    prepared = Preparation.of(config, plugins, write=True)
+    config, writer = prepared.config, prepared.writer  # with the precision of this machine
+    assert writer is not None, "no other node and no group has the directory"
+    closing.enter_context(writer)
     plan = choose_distributed(config, plugins)
     parallel = open_parallel(plan, config)
     closing.callback(parallel.close)
     return build(
-        config, plugins, plan, parallel, FailureDetector.create(parallel), closing, None, RunState(max_steps=0), Phases()
+        config, plugins, plan, parallel, FailureDetector.create(parallel), closing, writer, RunState(max_steps=0), Phases()
     )
 
 
@@ -117,13 +127,14 @@ def by_hand(run: Run) -> Callable[[], None]:
     pixels = pixels.repeat(-(-size // len(pixels)), 1, 1, 1)[:size]
     captions = (captions * -(-size // len(captions)))[:size]
     objective = run.loss.objective
+    bf16 = in_bf16(run.config)
 
     def step() -> None:
         noise = torch.randn_like(pixels)
         t = objective.times(torch.rand(size).clamp(1e-4, 1 - 1e-4))
         noisy = objective.add_noise(pixels, noise, t)
         conditioning = family.encode_captions(captions)
-        with torch.autocast("cpu", dtype=torch.bfloat16):
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=bf16):
             prediction = family.forward(model, noisy, objective.timesteps(t), conditioning)
         loss = objective.compare(prediction, objective.target(pixels, noise, t), t).mean()
         loss.backward()

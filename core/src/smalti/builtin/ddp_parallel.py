@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import cast
+from typing import Any, cast
 
+import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedDataParallelKwargs
 from torch import nn
@@ -31,7 +32,7 @@ class DdpParallel(ReplicatedParallel):
         """The model with weights, on this rank's device, compiled block by block if the options say so, in DDP."""
         model = materialise(model, weights, self.world.device)
         compile_blocks(model, blocks, self.config)
-        return cast(nn.Module, self._accelerator.prepare_model(model))
+        return _with_final_buckets(cast(nn.Module, self._accelerator.prepare_model(model)))
 
     def unwrap(self, model: nn.Module) -> nn.Module:
         return model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
@@ -42,3 +43,21 @@ class DdpParallel(ReplicatedParallel):
     def close(self) -> None:
         super().close()
         self._accelerator.free_memory()
+
+
+def _with_final_buckets(model: nn.Module) -> nn.Module:
+    """Sum zeros once and let DDP rebuild its buckets of gradients now, so that the first step sums in the order of all others.
+
+    Left to itself, DDP rebuilds them after the first step of each launch, and over three ranks or more a resumed run rounds
+    differently. Where torch has no such internals, only that is lost.
+    """
+    reducer: Any = getattr(model, "reducer", None)
+    if not all(hasattr(reducer, name) for name in ("prepare_for_backward", "_rebuild_buckets")):
+        return model
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    reducer.prepare_for_backward([])
+    torch.stack([parameter.sum().float() * 0 for parameter in trained]).sum().backward()  # type: ignore[no-untyped-call]
+    for parameter in trained:
+        parameter.grad = None
+    reducer._rebuild_buckets()
+    return model
