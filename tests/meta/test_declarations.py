@@ -14,8 +14,10 @@ import pytest
 
 import smalti
 from smalti.cli import entry
+from smalti.cli.arguments import pop_flag
 from smalti.cli.pages.help import Command, CommandCollector
 from smalti.cli.pages.options import reference_page
+from smalti.cli.train import _FLAGS
 from smalti.config.config import PER_MACHINE
 from smalti.config.known_packages import PACKAGES, PLUGINS
 from smalti.config.options import Schema
@@ -98,7 +100,10 @@ def commands(context: click.Context) -> Iterator[click.Context]:
             yield from commands(click.Context(command, info_name=name, parent=context))
 
 
-COMMANDS = {context.command_path: context for context in commands(click.Context(entry.smalti, info_name="smalti"))}
+COMMANDS = {
+    context.command_path: context
+    for context in commands(click.Context(entry.smalti, info_name="smalti", **entry.smalti.context_settings))
+}
 
 
 @pytest.mark.parametrize("path", COMMANDS)
@@ -114,6 +119,27 @@ def test_every_command_has_help_with_examples_that_fit_80_columns(monkeypatch, p
     helps = {param.name: param.help for param in command.params if isinstance(param, click.Option) and param.help}
     assert {name: text for name, text in helps.items() if RETIRED.search(text)} == {}
     assert {name: text for name, text in helps.items() if any(len(each.split()) > 20 for each in sentences(text))} == {}
+
+
+@pytest.mark.parametrize("path", COMMANDS)
+def test_every_option_of_every_command_is_read_with_dashes_and_underscores_in_any_case(path):
+    command, context = COMMANDS[path].command, COMMANDS[path]
+    for option in (each for each in command.params if isinstance(each, click.Option)):
+        flags = [each for each in (*option.opts, *option.secondary_opts) if each.startswith("--")]
+        for name in {name for each in flags for name in _spellings(each.removeprefix("--"))}:
+            value = [] if option.is_flag else ["1"]
+            given, rest, _ = command.make_parser(context).parse_args([f"--{name}", *value])
+            assert (option.name in given, rest) == (True, []), name
+
+
+def _spellings(name: str) -> list[str]:
+    return [name.replace("-", "_"), name.replace("_", "-"), name.upper()]
+
+
+def test_the_switches_of_train_are_read_in_both_spellings():
+    for name in (flag.split()[0] for flag, _ in _FLAGS if "=" not in flag):
+        for spelling in _spellings(name.removeprefix("--")):
+            assert pop_flag([f"--{spelling}"], name), spelling
 
 
 @pytest.mark.parametrize("path", COMMANDS)

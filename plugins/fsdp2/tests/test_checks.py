@@ -120,6 +120,23 @@ def test_state_dict_types_are_read_in_any_spelling(word):
     assert config(f"--fsdp_state_dict_type={word}").value("fsdp_state_dict_type") == "SHARDED_STATE_DICT"
 
 
+@pytest.mark.parametrize("word", ["alltoall", "all-to-all", "ALL_TO_ALL", "AllToAll"])
+def test_strategies_of_context_parallelism_are_read_in_any_spelling(word):
+    found = config("--num_processes=2", "--context_parallel_size=2", f"--context_parallel_comm_strategy={word}")
+    assert found.value("context_parallel_comm_strategy") == "alltoall"
+
+
+@pytest.mark.parametrize(("word", "version"), [("2", 2), ("v2", 2), ("V1", 1), ("fsdp2", 2), ("FSDP-1", 1)])
+def test_versions_are_read_in_any_spelling(word, version):
+    assert config(f"--fsdp_version={word}").value("fsdp_version") == version
+
+
+@pytest.mark.parametrize(("flag", "where"), [("--fsdp_version=v3", "v3|3"), ("--context_parallel_comm_strategy=ring", "ring")])
+def test_versions_and_strategies_that_are_none_are_refused(flag, where):
+    with pytest.raises(UserError, match=where):
+        config("--num_processes=2", "--context_parallel_size=2", flag)
+
+
 @pytest.mark.parametrize(
     ("flags", "told"),
     [

@@ -9,6 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from smalti.cli.pages.help import dashed
 from smalti.config import SCHEDULER, Config, DataOptions, LaunchOptions, Schema, draft, resolve
 from smalti.errors import InvalidOptionError, UserError
 from smalti.migration import refuse_other_trainers
@@ -99,8 +100,7 @@ def _split_file(args: Sequence[str]) -> tuple[Path | None, list[str]]:
 
 
 def pop_flag(args: list[str], *names: str) -> bool:
-    """Remove a flag with one of these names from `args`. Returns whether there was one."""
-    found = [arg for arg in args if arg.replace("_", "-") in names]
-    for arg in found:
-        args.remove(arg)
-    return bool(found)
+    """Remove a flag with one of these names, in any spelling, from `args`. Returns whether there was one."""
+    before = len(args)
+    args[:] = [arg for arg in args if dashed(arg) not in names]
+    return len(args) < before

@@ -123,12 +123,10 @@ def verify(context: click.Context, arguments: tuple[str, ...], encoder: str | No
     ),
 )
 @_ARGUMENTS
-@click.option(
-    "--older_than", "--older-than", type=_Age(), metavar="AGE", help="Only caches whose last pack is older: 30d, 12h."
-)
+@click.option("--older_than", type=_Age(), metavar="AGE", help="Only caches whose last pack is older: 30d, 12h.")
 @click.option("--unused", type=_Age(), metavar="AGE", help="Only caches that no run has used for that long: 30d, 12h.")
 @_ENCODER
-@click.option("--dry_run", "--dry-run", is_flag=True, help="Show what would be removed, and remove nothing.")
+@click.option("--dry_run", is_flag=True, help="Show what would be removed, and remove nothing.")
 @_YES
 @_JSON
 def prune(

@@ -12,7 +12,7 @@ from typing import NoReturn
 
 import click
 
-from smalti.cli.pages.help import CommandCollector, Group, colour
+from smalti.cli.pages.help import CommandCollector, Group, colour, dashed
 from smalti.config import package_of_command
 from smalti.errors import ExitCode, UserError
 from smalti.system import ProcessExit, describe, ignore_signals_after_command, ignore_write_errors, keep_imports
@@ -97,7 +97,12 @@ class Commands(Group):
         return dict(group.commands)
 
 
-@click.group(cls=Commands, examples=EXAMPLES, epilog="Every command has --help.")
+@click.group(
+    cls=Commands,
+    context_settings={"token_normalize_func": dashed},  # inherited by every command, also those of plugins
+    examples=EXAMPLES,
+    epilog="Every command has --help.",
+)
 @click.version_option(version("smalti"), prog_name="smalti")
 def smalti() -> None:
     """Train diffusion models on one GPU or many nodes."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BeforeValidator, ValidationInfo, field_validator
@@ -17,6 +18,16 @@ def _state_dict_type(value: object) -> object:
     """`sharded` and `full` stand for the long names."""
     word = str(value).strip().upper().replace("-", "_")
     return word if word.endswith("_STATE_DICT") else f"{word}_STATE_DICT"
+
+
+def _version(value: object) -> object:
+    """`v2` and `fsdp2` stand for 2."""
+    return re.sub(r"^\s*(fsdp|v)[-_ ]?(?=\d)", "", value, flags=re.IGNORECASE) if isinstance(value, str) else value
+
+
+def _in_one_word(value: object) -> object:
+    """`all-to-all` stands for `alltoall`."""
+    return re.sub("[-_ ]", "", str(value)).lower()
 
 
 def _policy(value: str) -> str:
@@ -36,7 +47,7 @@ class FsdpOptions(Options):
         help="Shard parameters, gradients and optimizer state over the ranks with FSDP.",
         accelerate="distributed_type=FSDP",
     )
-    fsdp_version: int = option(
+    fsdp_version: Annotated[int, BeforeValidator(_version)] = option(
         2, help="FSDP version: 2, or 1 (deprecated).", level="advanced", accelerate="fsdp_config.fsdp_version", ge=1, le=2
     )
     fsdp_reshard_after_forward: bool = option(
@@ -137,7 +148,7 @@ class ContextOptions(Options):
         accelerate="parallelism_config.parallelism_config_cp_size",
         ge=1,
     )
-    context_parallel_comm_strategy: Literal["allgather", "alltoall"] = option(
+    context_parallel_comm_strategy: Annotated[Literal["allgather", "alltoall"], BeforeValidator(_in_one_word)] = option(
         "allgather",
         help="Attention over all tokens: gather keys and values (allgather), or exchange heads for tokens (alltoall).",
         level="advanced",

@@ -43,9 +43,7 @@ _CONFIG_SECONDS = 300.0
 @click.option("--measure", is_flag=True, help="Measure products, copies, memory and disk for about 10 s each.")
 @click.option("--nodes", is_flag=True, help="Check several nodes against each other: start it on all of them, or with --hosts.")
 @click.option("--hosts", metavar="A,B,C", help="With --nodes: the hosts, on which it is started over ssh.")
-@click.option(
-    "--ssh_command", "--ssh-command", metavar="COMMAND", default=SSH, show_default=True, help="The ssh command of --hosts."
-)
+@click.option("--ssh_command", metavar="COMMAND", default=SSH, show_default=True, help="The ssh command of --hosts.")
 def doctor(
     arguments: tuple[str, ...],
     as_json: bool,

@@ -15,7 +15,7 @@ from typing import TypeVar
 
 import click
 
-from smalti.cli.arguments import CommandLine
+from smalti.cli.arguments import CommandLine, pop_flag
 from smalti.cli.output import write_file
 from smalti.cli.pages.help import Group
 from smalti.config import Config
@@ -199,7 +199,8 @@ def _config(words: Sequence[str], nodes: int | None) -> Config:
 
 
 def _title(kind: str) -> str:
-    words = [word for word in sys.argv[1:] if word not in ("--submit", "--dry-run")] if len(sys.argv) > 1 else []
+    words = sys.argv[1:]
+    pop_flag(words, "--submit", "--dry-run")
     return f"Written by: smalti {shlex.join(words) if words[:1] == ['launch'] else f'launch {kind}'}"
 
 

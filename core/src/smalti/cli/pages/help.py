@@ -47,6 +47,11 @@ def _unbroken(text: str) -> str:
     return text.replace("-", _HYPHEN)
 
 
+def dashed(word: str) -> str:
+    """How the words of command lines are compared: in any case, with dashes or underscores."""
+    return word.lower().replace("_", "-")
+
+
 class _Context(click.Context):
     formatter_class = Formatter
 
