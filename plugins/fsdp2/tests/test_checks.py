@@ -1,10 +1,14 @@
 """Claims and complaints, before anything is launched."""
 
+import json
 import sys
 
 import pytest
+import torch
+from PIL import Image
 
 from smalti import Config, UserError
+from smalti.cli.entry import main
 from smalti.config.resolution import resolve, restore
 from smalti.hookspecs import HookSpecs
 from smalti.launch.preflight import Preparation
@@ -93,6 +97,46 @@ def test_a_host_with_a_driver_for_cuda_devices_can_split_tokens(monkeypatch, tmp
     monkeypatch.setattr(checks, "_DEVICES", (str(tmp_path / "nvidiactl"),))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     assert checks.context_parallel_problem(config()) is None
+
+
+@pytest.fixture
+def dry_run(tmp_path, capsys):
+    """dry_run(*flags) -> (exit code, problems) of a run of the toy family that splits tokens over two ranks."""
+    (tmp_path / "photos").mkdir()
+    Image.new("RGB", (32, 32)).save(tmp_path / "photos" / "a.png")
+    run = ("--model_family=toy", "--resolution=32", "--max_train_steps=1", f"--output_dir={tmp_path / 'run'}")
+    data = ("--caption_strategy=filename", f"--instance_data_dir={tmp_path / 'photos'}", "--allow_dataset_oversubscription")
+
+    def call(*flags: str) -> tuple[int, list[dict[str, str]]]:
+        with pytest.raises(SystemExit) as left:
+            main(["train", *run, *data, "--context_parallel_size=2", "--num_processes=2", "--dry-run", "--json", *flags])
+        return int(left.value.code), json.loads(capsys.readouterr().out).get("problems", [])
+
+    return call
+
+
+needs_no_cuda = pytest.mark.skipif(torch.accelerator.is_available(), reason="this node has an accelerator")
+
+
+@needs_no_cuda
+def test_a_dry_run_without_cuda_devices_refuses_to_split_tokens(dry_run, monkeypatch):
+    monkeypatch.delenv("SMALTI_CONTEXT_PARALLEL_ON_CPU", raising=False)
+    code, [problem] = dry_run("--accelerate_config=none")
+    assert (code, problem["option"], "--context_parallel_size=1" in problem["fix"]) == (2, "context_parallel_size", True)
+    assert "context parallelism needs CUDA devices, and" in problem["message"]
+
+
+@needs_no_cuda
+def test_tests_may_split_tokens_on_cpus(dry_run, monkeypatch):
+    monkeypatch.setenv("SMALTI_CONTEXT_PARALLEL_ON_CPU", "1")
+    assert dry_run("--accelerate_config=none") == (0, [])
+
+
+@needs_no_cuda
+def test_a_dry_run_for_other_nodes_may_split_tokens(dry_run, monkeypatch, tmp_path):
+    monkeypatch.delenv("SMALTI_CONTEXT_PARALLEL_ON_CPU", raising=False)
+    (tmp_path / "accelerate.yaml").write_text("distributed_type: FSDP\nnum_processes: 2\nfsdp_config: {fsdp_version: 2}\n")
+    assert dry_run(f"--accelerate_config={tmp_path / 'accelerate.yaml'}") == (0, [])
 
 
 def test_heads_that_cannot_be_dealt_out_are_refused_before_the_launch(monkeypatch, tmp_path):

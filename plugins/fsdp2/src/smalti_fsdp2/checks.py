@@ -11,9 +11,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from smalti import Config, Problem
+from smalti import Config, ConfigError, Problem
 from smalti.config import LaunchOptions, ModelOptions, TrainingOptions, cuda_graph_problem
-from smalti.parallel import in_bf16
+from smalti.parallel import accelerator_kind, in_bf16
 from smalti_fsdp2.options import (
     CONTEXT_ON_CPU,
     ContextOptions,
@@ -21,6 +21,7 @@ from smalti_fsdp2.options import (
     context_without_fsdp2,
     enabled,
     named_classes,
+    splits_context,
 )
 
 if TYPE_CHECKING:
@@ -114,7 +115,7 @@ def _classes(config: Config) -> list[Problem]:
 
 
 def has_unseen_classes(config: Config) -> bool:
-    """Whether blocks were named of a model that nobody has looked at yet: then `check_classes` is the one to ask."""
+    """Whether blocks were named of a model that nobody has looked at yet: then `check_model` is the one to ask."""
     if not named_classes(config):
         return False
     from smalti_fsdp2.detection import detected
@@ -122,11 +123,28 @@ def has_unseen_classes(config: Config) -> bool:
     return detected(config) is None
 
 
-def check_classes(config: Config, model: nn.Module) -> None:
-    """Raises UserError if the user named blocks that the model does not have."""
+def check_model(config: Config, model: nn.Module) -> None:
+    """Raises UserError if the user named blocks that the model does not have, or if this host cannot split its tokens.
+
+    A launch that the Accelerate YAML plans for CUDA devices is checked where it starts, not by a dry run elsewhere.
+    """
+    from smalti.launch import expected_kind
     from smalti.models import blocks_named
 
-    blocks_named(model, named_classes(config))
+    if named := named_classes(config):
+        blocks_named(model, named)
+    told = config[LaunchOptions].use_cpu  # by `_sizes`
+    if splits_context(config) and not told and expected_kind(config) is None and (reason := _no_cuda(config)):
+        fix = "start it where there are CUDA devices (nvidia-smi lists them), or --context_parallel_size=1"
+        where, option = config.source("context_parallel_size"), "context_parallel_size"
+        raise ConfigError([Problem(message=reason, where=where, fix=fix, option=option)])
+
+
+def _no_cuda(config: Config) -> str | None:
+    """Why the ranks of this host cannot split tokens, also as torch sees it."""
+    if os.environ.get(CONTEXT_ON_CPU) or accelerator_kind(config) == "cuda":
+        return None
+    return context_parallel_problem(config) or "context parallelism needs CUDA devices, and torch can use none of this host"
 
 
 def _beyond_version1(config: Config) -> list[Problem]:

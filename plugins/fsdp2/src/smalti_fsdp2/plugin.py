@@ -20,7 +20,7 @@ from smalti import (
 from smalti_fsdp2.accelerate_export import fragment
 from smalti_fsdp2.accelerate_import import translate
 from smalti_fsdp2.checks import has_unseen_classes, problems
-from smalti_fsdp2.options import ContextOptions, FsdpOptions, enabled, named_classes
+from smalti_fsdp2.options import ContextOptions, FsdpOptions, enabled, named_classes, splits_context
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -88,7 +88,7 @@ class Fsdp:
             splits_heads=config[ContextOptions].context_parallel_comm_strategy == "alltoall",
             shards=True,
             flattens_parameters=version == 1,
-            check_model="smalti_fsdp2.checks:check_classes" if has_unseen_classes(config) else "",
+            check_model="smalti_fsdp2.checks:check_model" if has_unseen_classes(config) or splits_context(config) else "",
         )
 
     @hookimpl
