@@ -128,13 +128,13 @@ def check_model(config: Config, model: nn.Module) -> None:
 
     A launch that the Accelerate YAML plans for CUDA devices is checked where it starts, not by a dry run elsewhere.
     """
-    from smalti.launch import expected_kind
     from smalti.models import blocks_named
 
     if named := named_classes(config):
         blocks_named(model, named)
     told = config[LaunchOptions].use_cpu  # by `_sizes`
-    if splits_context(config) and not told and expected_kind(config) is None and (reason := _no_cuda(config)):
+    elsewhere = config.accelerate.get("distributed_type") in ("FSDP", "MULTI_GPU")
+    if splits_context(config) and not told and not elsewhere and (reason := _no_cuda(config)):
         fix = "start it where there are CUDA devices (nvidia-smi lists them), or --context_parallel_size=1"
         where, option = config.source("context_parallel_size"), "context_parallel_size"
         raise ConfigError([Problem(message=reason, where=where, fix=fix, option=option)])

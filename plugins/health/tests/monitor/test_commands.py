@@ -6,7 +6,9 @@ import time
 import pytest
 from click.testing import CliRunner
 
-from smalti.rundir import CircuitFault, open_circuit, read_circuits
+from smalti import UserError
+from smalti.rundir import CircuitFault, close_circuit, open_circuit, read_circuits
+from smalti_health import circuit_state
 from smalti_health.cli.commands import health
 from smalti_health.policy.readings import Device, Reading
 from smalti_health.policy.trace import Encoder
@@ -80,6 +82,25 @@ def test_a_file_that_is_no_trace_is_refused(call, tmp_path):
     (tmp_path / "other.jsonl").write_text('{"step": 1}\n{"step": 2}\n')
     assert "is not a trace" in str(call("replay", tmp_path / "other.jsonl").exception)
     assert "has no trace" in str(call("replay", tmp_path).exception)
+
+
+def test_the_state_of_the_circuit_is_read_from_python_and_by_the_command_alike(call, tmp_path):
+    assert (circuit_state(tmp_path).state, circuit_state(tmp_path).faults) == ("closed", ())
+    for node, second in ((1, 20.0), (0, 10.0)):
+        open_circuit(tmp_path, node, CircuitFault(kind="ecc", time=second, step=7, host=f"gpu-{node}", rank=8 * node))
+    found = circuit_state(str(tmp_path))
+    assert (found.state, [fault.host for fault in found.faults]) == ("open", ["gpu-0", "gpu-1"])
+    shown = json.loads(call("show", tmp_path, "--json").output)
+    assert [(each["node"], each["state"]) for each in shown] == [(node, each.state) for node, each in found.nodes.items()]
+    close_circuit(tmp_path, 1)
+    assert circuit_state(tmp_path).state == "open"
+    close_circuit(tmp_path, 0)
+    assert (circuit_state(tmp_path).state, len(circuit_state(tmp_path).faults)) == ("closed", 2)
+
+
+def test_the_circuit_of_a_run_that_does_not_exist_is_an_error(tmp_path):
+    with pytest.raises(UserError, match="there is no run directory"):
+        circuit_state(tmp_path / "no-run")
 
 
 def test_circuits_are_shown_and_reset(call, tmp_path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -72,25 +73,18 @@ def health(context: click.Context, as_json: bool) -> None:
 @_JSON
 def show(run_dir: Path, as_json: bool) -> None:
     """The circuit of each node of a run: the faults of GPUs that ended it there."""
-    from smalti_health.cli.circuits import circuits
+    from smalti_health import circuit_state
 
-    found = circuits(run_dir)
+    found = circuit_state(run_dir).nodes
     if as_json:
-        click.echo(json.dumps(found, indent=2))
+        click.echo(json.dumps([{"node": node, **asdict(circuit)} for node, circuit in found.items()], indent=2))
         return
     if not found:
         click.echo("no fault of a GPU has ended this run")
     rows = [
-        (
-            str(each["node"]),
-            str(each["state"]),
-            str(fault["kind"]),
-            str(fault["step"]),
-            str(fault["host"]),
-            str(fault["message"]),
-        )
-        for each in found
-        for fault in each["faults"]
+        (str(node), circuit.state, fault.kind, str(fault.step), fault.host, fault.message)
+        for node, circuit in found.items()
+        for fault in circuit.faults
     ]
     if rows:
         print_table(("node", "circuit", "fault", "step", "host", ""), rows, right=(0, 3), colours=_COLOURS)
@@ -101,10 +95,9 @@ def show(run_dir: Path, as_json: bool) -> None:
 @_JSON
 def reset(run_dir: Path, as_json: bool) -> None:
     """Let a run start again on nodes where faults without progress have ended it three times."""
-    from smalti_health.cli.circuits import circuits, reset_all
+    from smalti_health.circuits import reset_circuits
 
-    nodes = [int(each["node"]) for each in circuits(run_dir)]
-    reset_all(run_dir, nodes)
+    nodes = reset_circuits(run_dir)
     click.echo(json.dumps({"nodes": nodes}) if as_json else f"reset on {counted(len(nodes), 'node')}")
 
 
