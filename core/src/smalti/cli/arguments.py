@@ -88,14 +88,13 @@ def _split_file(args: Sequence[str]) -> tuple[Path | None, list[str]]:
         flag, joined, text = arg.partition("=")
         if flag.lower() != "--config":
             flags.append(arg)
-        elif joined or (rest and not rest[0].startswith("--")):
-            files.append(text if joined else rest.pop(0))
         else:
-            raise UserError("--config needs a file", fix="--config=FILE")
+            follows = not joined and bool(rest) and not rest[0].startswith("--")
+            files.append(rest.pop(0) if follows else text)
+    if "" in files:
+        raise UserError("--config needs a file", fix="--config=FILE")
     if len(files) > 1:
         raise UserError(f"two configuration files are given: {files[0]} and {files[1]}", fix="give one of them")
-    if files == [""]:
-        raise UserError("--config needs a file", fix="--config=FILE")
     return (Path(files[0]).expanduser() if files else None), flags
 
 

@@ -42,6 +42,8 @@ EXAMPLES = (
     "smalti run ls",
     "smalti checkpoint export runs/first --to=model",
 )
+_SPELLING = {"token_normalize_func": dashed}
+"""Settings that every command inherits, also those of plugins."""
 
 
 def built_in_commands() -> dict[str, click.Command]:
@@ -97,12 +99,7 @@ class Commands(Group):
         return dict(group.commands)
 
 
-@click.group(
-    cls=Commands,
-    context_settings={"token_normalize_func": dashed},  # inherited by every command, also those of plugins
-    examples=EXAMPLES,
-    epilog="Every command has --help.",
-)
+@click.group(cls=Commands, context_settings=_SPELLING, examples=EXAMPLES, epilog="Every command has --help.")
 @click.version_option(version("smalti"), prog_name="smalti")
 def smalti() -> None:
     """Train diffusion models on one GPU or many nodes."""

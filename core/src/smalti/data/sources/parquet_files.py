@@ -38,6 +38,7 @@ def explained_parquet(location: str) -> Iterator[None]:
         yield
     except (pa.ArrowException, OSError) as error:
         fix = "write or download it again, and check that it is complete: a parquet file ends with PAR1"
+        fix = '"metadata_backend": "json", which reads lines of JSON' if location.endswith((".json", ".jsonl")) else fix
         raise UserError(f"{location} is not a readable parquet file: {str(error).splitlines()[0]}", fix=fix) from error
 
 
