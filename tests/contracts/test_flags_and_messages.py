@@ -19,24 +19,26 @@ from smalti.cli.entry import main
 from smalti.config.known_packages import PACKAGES
 from smalti.config.options import Schema
 from smalti.data.from_options import catalog_of, dataset_specs
+from smalti.hookspecs import HookSpecs
 from smalti.plugins.discovery import Selection, load_plugins
 from smalti.plugins.schema import schema_of
 from smalti_deepspeed.config import resolved, sized
 from smalti_deepspeed.optimizers import normalised
+from smalti_fsdp2 import accelerate_plugin
+from smalti_fsdp2.options import FsdpOptions
 from smalti_health.webhooks.events import Source, gpu_fault
 
-TRUE, FALSE = True, False
 DEFAULTS = {
-    "fsdp_enable": FALSE,
+    "fsdp_enable": False,
     "fsdp_version": 2,
-    "fsdp_reshard_after_forward": TRUE,
-    "fsdp_cpu_ram_efficient_loading": FALSE,
+    "fsdp_reshard_after_forward": True,
+    "fsdp_cpu_ram_efficient_loading": False,
     "fsdp_state_dict_type": "SHARDED_STATE_DICT",
     "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
     "fsdp_transformer_layer_cls_to_wrap": (),
-    "fsdp_cpu_offload": FALSE,
-    "fsdp_limit_all_gathers": TRUE,
-    "fsdp_activation_checkpointing": FALSE,
+    "fsdp_cpu_offload": False,
+    "fsdp_limit_all_gathers": True,
+    "fsdp_activation_checkpointing": False,
     "context_parallel_size": 1,
     "context_parallel_comm_strategy": "allgather",
     "num_processes": 1,
@@ -50,10 +52,12 @@ DEFAULTS = {
     "output_dir": None,
     "train_batch_size": 1,
     "gradient_accumulation_steps": 1,
-    "allow_dataset_oversubscription": FALSE,
+    "allow_dataset_oversubscription": False,
     "data_backend_config": None,
-    "vae_cache_disable": FALSE,
+    "vae_cache_disable": False,
     "webhook_config": None,
+    "compress_disk_cache": False,
+    "gpu_health": "stop",
 }
 """Flags with their defaults."""
 
@@ -75,11 +79,17 @@ SPELLINGS = [
 ]
 """Flags with a value, and what it is read as."""
 
-ZERO2 = json.dumps({"zero_optimization": {"stage": 2}})
+
+def zero(stage: int, **settings: object) -> str:
+    return json.dumps({"zero_optimization": {"stage": stage, **settings}})
+
+
+ZERO2, HOST = zero(2), {"device": "cpu"}
 CPU_ADAM = json.dumps({"zero_optimization": {"stage": 2}, "optimizer": {"type": "cpuadam"}})
 FSDP_YAML = {"a.yaml": "distributed_type: FSDP\nfsdp_config: {fsdp_version: 2}\nnum_processes: 2\n"}
 ZERO_YAML = {"a.yaml": "distributed_type: DEEPSPEED\ndeepspeed_config: {zero_stage: 2}\nnum_processes: 2\n"}
 YAML = "--accelerate_config=a.yaml"
+FSDP, ZERO = '"strategy": "FSDP"', '"strategy": "DeepSpeed"'
 WITHOUT_FSDP2 = "Context parallelism requires FSDP2."
 BOTH = "FSDP and DeepSpeed cannot be enabled simultaneously."
 TOO_FEW = "Dataset configuration will produce zero usable batches."
@@ -116,12 +126,26 @@ RUNS = {
     ),
     "context size": ({}, ("--num_processes=3", "--context_parallel_size=2"), 2, ["3 ranks cannot be split"]),
     "context here": ({}, CP2, 2, ["context parallelism needs CUDA devices"]),
+    "context elsewhere": (
+        {"a.yaml": "distributed_type: MULTI_GPU\nnum_processes: 2\n"},
+        (CP2[1], YAML),
+        0,
+        [FSDP],
+    ),
     "context of one": ({}, ("--context_parallel_size=1", "--context_parallel_comm_strategy=alltoall"), 0, []),
     "both by flags": ({}, ("--fsdp_enable", f"--deepspeed_config={ZERO2}"), 2, [BOTH]),
     "both in a file": ({"c.json": {"--fsdp_enable": True, "deepspeed_config": json.loads(ZERO2)}}, (), 2, [BOTH]),
     "FSDP in YAML": (FSDP_YAML, (YAML, f"--deepspeed_config={ZERO2}"), 2, [BOTH]),
     "DeepSpeed in YAML": (ZERO_YAML, (YAML, "--fsdp_enable"), 2, [BOTH]),
     "context and ZeRO": ({}, (*CP2, f"--deepspeed_config={ZERO2}"), 2, ["Context parallelism requires FSDP2"]),
+    **{f"ZeRO {stage}": ({}, (f"--deepspeed_config={zero(stage)}",), 0, [ZERO]) for stage in (1, 2, 3)},
+    "ZeRO on hosts": (
+        {},
+        (f"--deepspeed_config={zero(3, offload_optimizer=HOST, offload_param=HOST)}",),
+        0,
+        [ZERO],
+    ),
+    "ZeRO in YAML": (ZERO_YAML, (YAML,), 0, [ZERO]),
     "family": ({}, ("--model_family=fluks",), 2, ["Unknown model_family 'fluks'.", "did you mean flux", "known: "]),
     "version 1": ({}, ("--fsdp_enable", "--fsdp_version=1", "--num_processes=2"), 0, []),
     "version 3": ({}, ("--fsdp_version=3",), 2, ["fsdp_version cannot be '3'"]),
@@ -165,12 +189,13 @@ RUNS = {
         2,
         ["is not a readable parquet file", '"metadata_backend": "json"'],
     ),
-    "other cards": (
-        {"a.yaml": "distributed_type: MULTI_GPU\nnum_processes: 3\nnum_machines: 2\n"},
-        (YAML,),
+    "uneven nodes": (
+        {},
+        ("--num_processes=5", "--num_machines=2", "--main_process_ip=10.0.0.1"),
         2,
-        ["num_machines"],
+        ["num_processes=5 does not divide over num_machines=2"],
     ),
+    "quantised": ({}, ("--base_model_precision=int8-torchao",), 2, ["only an adapter can be trained"]),
     "priority": (
         {**ZERO_YAML, "c.json": {"num_processes": 4}},
         (YAML,),
@@ -265,8 +290,25 @@ def test_a_run_is_refused_or_planned_with_these_words(folder, capsys, name):
         main(["train", *words, "--dry-run", "--json"])
     answer = capsys.readouterr()
     told = json.loads(answer.out)
-    lines = [f"{each['message']}\n{each['fix']}" for each in told.get("problems", ())] + told.get("notices", [])
+    lines = [answer.out]
+    lines += [f"{each['message']}\n{each['fix']}" for each in told.get("problems", ())] + told.get("notices", [])
     assert (left.value.code, [text for text in texts if text not in "\n".join(lines)]) == (expected, []), answer.out
+
+
+@pytest.mark.parametrize("strategy", ["--fsdp_enable", f"--deepspeed_config={ZERO2}"])
+def test_adapters_are_trained_under_every_strategy(strategy):
+    command_line = CommandLine.parse(["--accelerate_config=none", "--num_processes=2", "--model_type=lora", strategy])
+    told = command_line.plugins.answers(HookSpecs.check_config, config=command_line.config())
+    assert [problem for name in ("fsdp2", "deepspeed") for problem in told.get(name, ())] == []
+
+
+def test_one_rank_has_no_strategy_of_context_parallelism():
+    assert read("--context_parallel_comm_strategy=alltoall").value("context_parallel_comm_strategy") == "allgather"
+
+
+def test_the_flags_of_fsdp_make_the_plugin_of_accelerate():
+    made = accelerate_plugin(FsdpOptions(fsdp_state_dict_type="full", fsdp_reshard_after_forward=False))
+    assert (made.fsdp_version, made.reshard_after_forward, made.state_dict_type.name) == (2, False, "FULL_STATE_DICT")
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -347,10 +389,15 @@ def test_a_fault_is_the_event_gpu_fault_and_has_an_exit_code_of_its_own(tmp_path
         (("cache", "clear", "fsdp-blocks", "--yes"), 0, "nothing to clear"),
         (("cache", "clear", "deepspeed-offload", "--offload_param_path=photos", "--yes"), 0, "nothing to clear"),
         (("doctor", "--help"), 0, "--nodes"),
+        (("config", "import-accelerate", "a.yaml"), 0, "fsdp_enable = true"),
+        (("config", "export-accelerate", "--fsdp_enable", "--num_processes=2"), 0, "fsdp_version: 2"),
+        (("deepspeed", "build", "--stage=3", "--offload_param=cpu"), 0, '"stage": 3'),
+        (("health", "show", "."), 0, "no fault of a GPU has ended this run"),
     ],
 )
 def test_a_command_answers(folder, monkeypatch, capsys, words, code, text):
     monkeypatch.setenv("XDG_CACHE_HOME", str(folder))
+    write("a.yaml", FSDP_YAML["a.yaml"])
     with pytest.raises(SystemExit) as left:
         main(list(words))
     answer = capsys.readouterr()
