@@ -132,9 +132,9 @@ def check_model(config: Config, model: nn.Module) -> None:
 
     if named := named_classes(config):
         blocks_named(model, named)
-    told = config[LaunchOptions].use_cpu  # by `_sizes`
+    reported = config[LaunchOptions].use_cpu  # by `_sizes`
     elsewhere = config.accelerate.get("distributed_type") in ("FSDP", "MULTI_GPU")
-    if splits_context(config) and not told and not elsewhere and (reason := _no_cuda(config)):
+    if splits_context(config) and not reported and not elsewhere and (reason := _no_cuda(config)):
         fix = "start it where there are CUDA devices (nvidia-smi lists them), or --context_parallel_size=1"
         where, option = config.source("context_parallel_size"), "context_parallel_size"
         raise ConfigError([Problem(message=reason, where=where, fix=fix, option=option)])
