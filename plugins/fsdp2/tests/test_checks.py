@@ -1,5 +1,7 @@
 """Claims and complaints, before anything is launched."""
 
+import sys
+
 import pytest
 
 from smalti import Config, UserError
@@ -9,6 +11,7 @@ from smalti.launch.preflight import Preparation
 from smalti.plugins.discovery import Selection, load_plugins
 from smalti.plugins.lookup import check_strategy, choose_distributed
 from smalti.plugins.schema import schema_of
+from smalti_fsdp2 import checks
 
 PLUGINS = load_plugins(Selection(only=("fsdp2", "toy")))
 
@@ -53,6 +56,43 @@ def test_tokens_are_split_on_cuda_devices_only(monkeypatch):
     assert complaints(*flags) == ["context parallelism needs CUDA devices"]
     monkeypatch.setenv("SMALTI_CONTEXT_PARALLEL_ON_CPU", "1")
     assert complaints(*flags) == []
+
+
+@pytest.mark.parametrize(
+    ("built", "flags", "environment", "reason"),
+    [
+        ("cuda: Optional[str] = None\nhip: Optional[str] = None\n", (), {}, "the installed torch is built without CUDA"),
+        ("cuda: Optional[str] = '13.0'\n", (), {"CUDA_VISIBLE_DEVICES": ""}, "CUDA_VISIBLE_DEVICES hides those of this host"),
+        ("cuda: Optional[str] = '13.0'\n", (), {}, "this host has none"),
+        ("cuda: Optional[str] = '13.0'\n", ("--use_cpu",), {}, "use_cpu is set"),
+        ("cuda: Optional[str] = None\n", ("--use_cpu",), {"SMALTI_CONTEXT_PARALLEL_ON_CPU": "1"}, None),
+    ],
+)
+def test_a_host_without_cuda_devices_cannot_split_tokens(monkeypatch, tmp_path, built, flags, environment, reason):
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "__init__.py").touch()
+    (tmp_path / "torch" / "version.py").write_text(built)
+    monkeypatch.delitem(sys.modules, "torch", raising=False)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(checks, "_DEVICES", (str(tmp_path / "nvidiactl"),))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    found = checks.context_parallel_problem(config(*flags))
+    assert found == (None if reason is None else f"context parallelism needs CUDA devices, and {reason}")
+
+
+def test_a_host_with_a_driver_for_cuda_devices_can_split_tokens(monkeypatch, tmp_path):
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "__init__.py").touch()
+    (tmp_path / "torch" / "version.py").write_text("cuda: Optional[str] = '13.0'\n")
+    (tmp_path / "nvidiactl").touch()
+    monkeypatch.delitem(sys.modules, "torch", raising=False)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(checks, "_DEVICES", (str(tmp_path / "nvidiactl"),))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert checks.context_parallel_problem(config()) is None
 
 
 def test_heads_that_cannot_be_dealt_out_are_refused_before_the_launch(monkeypatch, tmp_path):

@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import os
+import re
+import shutil
+import sys
 from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from smalti import Config, Problem
@@ -21,6 +26,9 @@ from smalti_fsdp2.options import (
 if TYPE_CHECKING:
     from torch import nn
 
+_DEVICES = ("/dev/nvidiactl", "/dev/dxg", "/dev/nvgpu", "/dev/nvhost-gpu", "/dev/kfd")
+"""What the drivers of CUDA devices make on Linux: NVIDIA's, under WSL, of Jetson devices, and AMD's."""
+
 
 def problems(config: Config) -> list[Problem]:
     """All complaints at once."""
@@ -30,6 +38,24 @@ def problems(config: Config) -> list[Problem]:
     if not enabled(config):
         return []
     return config.run_checks(_sizes, _classes, _recomputation, _graphs, _beyond_version1)
+
+
+def context_parallel_problem(config: Config) -> str | None:
+    """Why the ranks of this host cannot split tokens; None if they can, as far as that can be told without torch."""
+    if os.environ.get(CONTEXT_ON_CPU):
+        return None
+    if config[LaunchOptions].use_cpu:
+        return "context parallelism needs CUDA devices, and use_cpu is set"
+    spec = find_spec("torch")
+    version = Path(spec.origin).with_name("version.py") if spec is not None and spec.origin else None
+    built = version.read_text(encoding="utf-8") if version is not None and version.is_file() else ""
+    if re.search(r"^(cuda|hip)\b.*=\s*['\"]", built, re.MULTILINE) is None:
+        return "context parallelism needs CUDA devices, and the installed torch is built without CUDA"
+    if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
+        return "context parallelism needs CUDA devices, and CUDA_VISIBLE_DEVICES hides those of this host"
+    if sys.platform == "linux" and not any(Path(name).exists() for name in _DEVICES) and not shutil.which("nvidia-smi"):
+        return "context parallelism needs CUDA devices, and this host has none"
+    return None
 
 
 def _sizes(config: Config) -> list[Problem]:
