@@ -147,9 +147,14 @@ def test_an_optimizer_without_a_form_for_processors_is_not_offloaded(flag):
     assert complaints(document) == []
 
 
-def test_muon_is_refused_however_it_is_asked_for():
+def test_muon_needs_stage_3_and_its_state_on_the_device():
     (reported,) = complaints(ZERO2, "--optimizer=muon")
-    assert reported.startswith("DeepSpeed's Muon (0.19) cannot be used")
+    assert reported == "DeepSpeed (0.19) has Muon's momentum in no checkpoint below stage 3 of ZeRO"
+    offloaded = {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}}}
+    assert complaints(offloaded, "--optimizer=muon") == ["Muon cannot be offloaded: its updates need whole matrices"]
+    asked = configure({"zero_optimization": {"stage": 3}}, "--optimizer=muon")
+    check_strategy(choose_distributed(asked, PLUGINS), asked, PLUGINS)
+    assert complaints({"zero_optimization": {"stage": 3}}, "--optimizer=muon", "--use_cpu") == []
 
 
 @pytest.mark.parametrize("name", ["lamb", "lion"])
