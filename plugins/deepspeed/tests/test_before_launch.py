@@ -157,6 +157,22 @@ def test_muon_needs_stage_3_and_its_state_on_the_device():
     assert complaints({"zero_optimization": {"stage": 3}}, "--optimizer=muon", "--use_cpu") == []
 
 
+@pytest.mark.parametrize(
+    ("optimizer", "titles"),
+    [
+        ("adamw", ["ZeRO 1", "ZeRO 2", "ZeRO 3", "ZeRO 2, optimizer offloaded", "ZeRO 3, optimizer offloaded"]),
+        ("muon", ["ZeRO 3"]),
+        ("deepspeed_lamb", ["ZeRO 1", "ZeRO 2", "ZeRO 3"]),
+    ],
+)
+def test_what_an_optimizer_cannot_step_in_is_not_planned(optimizer, titles):
+    world = World(rank=0, size=2, local_rank=0, local_size=2, device="cuda")
+    found = PLUGINS.answers(
+        HookSpecs.propose_strategies, config=configure(None, f"--optimizer={optimizer}", "--mixed_precision=bf16"), world=world
+    )
+    assert [each.title for each in found["deepspeed"]] == titles
+
+
 @pytest.mark.parametrize("name", ["lamb", "lion"])
 def test_an_optimizer_that_needs_an_accelerator_is_not_used_without(name):
     (reported,) = complaints(ZERO2, f"--optimizer=deepspeed_{name}", "--use_cpu")
