@@ -147,9 +147,30 @@ def test_an_optimizer_without_a_form_for_processors_is_not_offloaded(flag):
     assert complaints(document) == []
 
 
-def test_muon_is_refused_however_it_is_asked_for():
+def test_muon_needs_stage_3_and_its_state_on_the_device():
     (reported,) = complaints(ZERO2, "--optimizer=muon")
-    assert reported.startswith("DeepSpeed's Muon (0.19) cannot be used")
+    assert reported == "DeepSpeed (0.19) has Muon's momentum in no checkpoint below stage 3 of ZeRO"
+    offloaded = {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}}}
+    assert complaints(offloaded, "--optimizer=muon") == ["Muon cannot be offloaded: its updates need whole matrices"]
+    asked = configure({"zero_optimization": {"stage": 3}}, "--optimizer=muon")
+    check_strategy(choose_distributed(asked, PLUGINS), asked, PLUGINS)
+    assert complaints({"zero_optimization": {"stage": 3}}, "--optimizer=muon", "--use_cpu") == []
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "titles"),
+    [
+        ("adamw", ["ZeRO 1", "ZeRO 2", "ZeRO 3", "ZeRO 2, optimizer offloaded", "ZeRO 3, optimizer offloaded"]),
+        ("muon", ["ZeRO 3"]),
+        ("deepspeed_lamb", ["ZeRO 1", "ZeRO 2", "ZeRO 3"]),
+    ],
+)
+def test_what_an_optimizer_cannot_step_in_is_not_planned(optimizer, titles):
+    world = World(rank=0, size=2, local_rank=0, local_size=2, device="cuda")
+    found = PLUGINS.answers(
+        HookSpecs.propose_strategies, config=configure(None, f"--optimizer={optimizer}", "--mixed_precision=bf16"), world=world
+    )
+    assert [each.title for each in found["deepspeed"]] == titles
 
 
 @pytest.mark.parametrize("name", ["lamb", "lion"])

@@ -8,9 +8,11 @@ from hypothesis import given, strategies as st
 
 from smalti import Config, ConfigError, UserError
 from smalti.config.resolution import resolve, restore
+from smalti.hookspecs import HookSpecs
 from smalti.plugins.discovery import Selection, load_plugins
-from smalti.plugins.lookup import choose_distributed
+from smalti.plugins.lookup import choose_distributed, find_optimizer
 from smalti.plugins.schema import schema_of
+from smalti_deepspeed.checks import problems
 from smalti_deepspeed.config import resolved, sized
 from smalti_deepspeed.optimizers import NAMES, normalised
 
@@ -239,25 +241,58 @@ def test_settings_of_an_optimizer_that_is_replaced_go_but_for_those_that_every_o
     assert told == {"lr": 1.0, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.01}
 
 
-@pytest.mark.parametrize(
-    ("name", "told", "instead"),
-    [
-        ("OneBitLamb", "DeepSpeed has OneBitLamb no more (0.19)", "Lamb"),
-        ("MuAdam", "MuAdam needs a model with the base shapes of mup, which no model family has", "Adam"),
-        (
-            "muon",
-            "DeepSpeed's Muon (0.19) cannot be used: it fails at the weights of convolutions, and below stage 3 its "
-            "momentum is not in checkpoints",
-            "AdamW",
-        ),
-        ("musgd", "MuSGD needs a model with the base shapes of mup, which no model family has", "AdamW"),
-    ],
-)
-def test_an_optimizer_that_cannot_train_is_refused_with_another_one(name, told, instead):
+BASE_SHAPES = "needs a model with the base shapes of mup, which no model family has; without them it would step as"
+FATES = {
+    "AdamW": "adamw",
+    "Adam": "deepspeed_adam",
+    "Adagrad": "adagrad",
+    "Lamb": "deepspeed_lamb",
+    "Lion": "deepspeed_lion",
+    "Muon": "muon",
+    "OneBitAdam": ("DeepSpeed has OneBitAdam no more (0.19)", '"type": "Adam"'),
+    "OneBitLamb": ("DeepSpeed has OneBitLamb no more (0.19)", '"type": "Lamb"'),
+    "ZeroOneAdam": ("DeepSpeed has ZeroOneAdam no more (0.19)", '"type": "Adam"'),
+    "MuAdam": (f"MuAdam {BASE_SHAPES} Adam", '"type": "Adam"'),
+    "MuAdamW": (f"MuAdamW {BASE_SHAPES} AdamW", '"type": "AdamW"'),
+    "MuSGD": (f"MuSGD {BASE_SHAPES} SGD", "leave optimizer out of the JSON, and --optimizer=sgd"),
+}
+"""What becomes of each name: an `--optimizer`, or why there is none and what to write."""
+
+
+def test_every_name_has_a_fate():
+    assert FATES.keys() == set(NAMES)
+
+
+@pytest.mark.parametrize("name", FATES)
+@pytest.mark.parametrize("case", [str, str.lower])
+def test_a_name_is_an_optimizer_of_smaltis_or_refused_with_the_nearest(name, case):
+    document, fate = {"zero_optimization": {"stage": 3}, "optimizer": {"type": case(name)}}, FATES[name]
+    if isinstance(fate, str):
+        assert configure(document).value("optimizer") == fate
+        return
     with pytest.raises(ConfigError) as raised:
-        configure({**ZERO2, "optimizer": {"type": name}})
+        configure(document)
     (problem,) = raised.value.problems
-    assert (problem.message, problem.fix) == (told, f'"type": "{instead}"')
+    assert (problem.message, problem.fix) == fate
+
+
+@pytest.mark.parametrize("name", [name for name, fate in FATES.items() if not isinstance(fate, str)])
+def test_a_refused_name_as_an_option_is_refused_with_an_option_that_is_there(name):
+    config = configure(ZERO2, f"--optimizer=deepspeed_{name.lower()}")
+    ((message, fix),) = [(each.message, each.fix) for each in problems(config)]
+    assert message == FATES[name][0]
+    assert find_optimizer(fix.removeprefix("--optimizer="), load_plugins().gather(HookSpecs.register_optimizers))
+
+
+def test_muon_in_the_json_is_told_to_be_smaltis():
+    config = configure({"zero_optimization": {"stage": 3}, "optimizer": {"type": "Muon"}})
+    assert [notice for notice in config.notices if "is --optimizer=muon" in notice]
+    for key in ("muon_lr", "adam_lr", "per_head_muon"):
+        document = {"zero_optimization": {"stage": 3}, "optimizer": {"type": "Muon", "params": {key: 1.0}}}
+        assert [told.partition(":")[0] for told in refusals(document)] == [f"optimizer.params.{key} in deepspeed_config"]
+    assert refusals({**ZERO2, "optimizer": {"type": "Muon"}}) == [
+        "optimizer.type in deepspeed_config: DeepSpeed (0.19) has Muon's momentum in no checkpoint below stage 3 of ZeRO"
+    ]
 
 
 def test_an_optimizer_without_a_form_for_processors_is_not_offloaded():

@@ -290,7 +290,7 @@ def test_an_optimizer_steps_as_one_of_torch_does(ranks, kind, stage):
     assert max(ranks.run(step_beside_torch, kind, of_optimizer(kind, stage))) < 1e-6
 
 
-def step_lion_beside_one_process(flags: tuple[str, ...]) -> None:
+def step_beside_one_process(flags: tuple[str, ...]) -> None:
     subject = open_strategy("deepspeed", flags, 2)
     reference = subject.reference()
     for number in range(3):
@@ -300,9 +300,10 @@ def step_lion_beside_one_process(flags: tuple[str, ...]) -> None:
 
 
 @pytest.mark.parametrize("stage", [2, 3])
-def test_smaltis_own_lion_steps_shards_and_its_state_is_portable(ranks, stage):
-    """At a rate at which a sign that rounding has changed is within the tolerance."""
-    ranks.run(step_lion_beside_one_process, (*zero(stage), "--optimizer=lion", "--learning_rate=1e-6"))
+@pytest.mark.parametrize(("name", "rate"), [("lion", "1e-6"), ("sgd", "0.01")])
+def test_smaltis_own_optimizers_step_shards_and_their_state_is_portable(ranks, stage, name, rate):
+    """Lion at a rate at which a sign that rounding has changed is within the tolerance."""
+    ranks.run(step_beside_one_process, (*zero(stage), f"--optimizer={name}", f"--learning_rate={rate}"))
 
 
 def name_of_optimizer(flags: tuple[str, ...]) -> str:

@@ -139,6 +139,15 @@ def test_a_dry_run_for_other_nodes_may_split_tokens(dry_run, monkeypatch, tmp_pa
     assert dry_run(f"--accelerate_config={tmp_path / 'accelerate.yaml'}") == (0, [])
 
 
+def test_the_doctor_says_that_this_node_cannot_split_tokens_to_a_run_that_does(monkeypatch):
+    monkeypatch.delenv("SMALTI_CONTEXT_PARALLEL_ON_CPU", raising=False)
+    asked = config("--num_processes=2", "--context_parallel_size=2", "--use_cpu")
+    [finding] = PLUGINS.call_one("fsdp2", HookSpecs.diagnose, config=asked)
+    assert (finding.level, finding.message) == ("error", checks.context_parallel_problem(asked))
+    assert PLUGINS.call_one("fsdp2", HookSpecs.diagnose, config=config("--use_cpu")) == []
+    assert PLUGINS.call_one("fsdp2", HookSpecs.diagnose, config=None) == []
+
+
 def test_heads_that_cannot_be_dealt_out_are_refused_before_the_launch(monkeypatch, tmp_path):
     monkeypatch.setenv("SMALTI_CONTEXT_PARALLEL_ON_CPU", "1")
     flags = ("--context_parallel_size=2", "--context_parallel_comm_strategy=alltoall", "--toy_heads=3", "--toy_width=48")

@@ -12,7 +12,7 @@ from difflib import get_close_matches
 
 from smalti import ConfigError, Problem, UserError
 from smalti_deepspeed.derived_options import SCHEDULERS, implied
-from smalti_deepspeed.optimizers import ON_CPU, USABLE, optimizer_settings
+from smalti_deepspeed.optimizers import USABLE, misplaced, optimizer_settings
 from smalti_deepspeed.parsing import Document
 from smalti_deepspeed.validate import DEVICES, STAGES
 
@@ -145,9 +145,9 @@ def _problems(choices: Choices) -> Iterator[Problem]:
     if choices.warmup_steps is not None and choices.scheduler is None:
         fix = f"a scheduler, one of {', '.join(SCHEDULERS)}; or leave it out, and say --lr_warmup_steps to the run"
         yield Problem(message="there is no scheduler to warm up", where="warmup_steps", fix=fix)
-    if choices.offload_optimizer != "none" and (choices.optimizer or "AdamW") not in ON_CPU:
-        message = f"{choices.optimizer} cannot be offloaded: it has no form for processors"
-        yield Problem(message=message, where="offload_optimizer", fix=f"none, or one of {', '.join(sorted(ON_CPU))}")
+    if wrong := misplaced(choices.optimizer or "AdamW", choices.stage, offloaded=choices.offload_optimizer != "none"):
+        where = "offload_optimizer" if choices.offload_optimizer != "none" else "stage"
+        yield Problem(message=wrong[0], where=where, fix=wrong[1])
     for name, least in (
         ("gradient_accumulation_steps", 1),
         ("gradient_clipping", 0),

@@ -14,7 +14,7 @@ from smalti import Config, Problem
 from smalti.config import DataOptions, LaunchOptions, OptimizerOptions, TrainingOptions, cuda_graph_problem
 from smalti.parallel import is_rocm
 from smalti_deepspeed.config import given, offload_folders, zero_settings
-from smalti_deepspeed.optimizers import ENTRIES, ON_CPU, deepspeed_name, needs_accelerator, refusal, smalti_name
+from smalti_deepspeed.optimizers import ENTRIES, deepspeed_name, misplaced, nearest, needs_accelerator, refusal
 from smalti_deepspeed.options import enabled
 from smalti_deepspeed.parsing import is_open, place, section
 
@@ -77,16 +77,12 @@ def _clipping(config: Config) -> Iterator[Problem]:
 
 def _optimizer(config: Config) -> Iterator[Problem]:
     chosen = config[OptimizerOptions].optimizer
-    name, where = deepspeed_name(chosen), config.source("optimizer")
-    offload = section(zero_settings(config), "offload_optimizer")
-    offloaded = offload.get("device") in ("cpu", "nvme")
+    name, where, zero = deepspeed_name(chosen), config.source("optimizer"), zero_settings(config)
+    offloaded = section(zero, "offload_optimizer").get("device") in ("cpu", "nvme")
     if name is not None and (refused := refusal(name)) is not None:
-        yield Problem(message=refused[0], where=where, fix="--optimizer=adamw")
-    elif offloaded and name not in ON_CPU:
-        shown = name or f"smalti's {chosen}"
-        names = ", ".join(sorted(smalti_name(each) for each in ON_CPU))
-        fix = f"--optimizer=NAME with one of {names}; or offload_optimizer with device none"
-        yield Problem(message=f"{shown} cannot be offloaded: it has no form for processors", where=where, fix=fix)
+        yield Problem(message=refused[0], where=where, fix=f"--optimizer={nearest(name)}")
+    elif (wrong := misplaced(name, zero.get("stage"), offloaded=offloaded, flag=True)) is not None:
+        yield Problem(message=wrong[0] if name else f"smalti's {chosen}: {wrong[0]}", where=where, fix=wrong[1])
     elif config[LaunchOptions].use_cpu and (reason := needs_accelerator(name, offloaded=offloaded)):
         yield Problem(message=reason, where=where, fix="--optimizer=adamw; or --no_use_cpu where there is one")
 

@@ -12,7 +12,7 @@ from difflib import get_close_matches
 
 from smalti import Problem, Translation, UserError
 from smalti_deepspeed import validate
-from smalti_deepspeed.optimizers import ON_CPU, normalised, refusal, smalti_name
+from smalti_deepspeed.optimizers import MUON_NOTICE, misplaced, normalised, refusal, smalti_name
 from smalti_deepspeed.parsing import Document, is_none, is_open, place, read, section
 
 SCHEDULERS = {"WarmupLR": "constant_with_warmup", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
@@ -84,10 +84,12 @@ class _Reader:
         if (refused := refusal(known)) is not None:
             self._refuse("optimizer.type", *refused)
             return
-        device = section(self.document, "zero_optimization", "offload_optimizer").get("device")
-        if device in ("cpu", "nvme") and known not in ON_CPU:
-            fix = f"one of {', '.join(sorted(ON_CPU))}; or offload_optimizer with device none"
-            self._refuse("optimizer.type", f"{known} cannot be offloaded: it has no form for processors", fix)
+        zero = section(self.document, "zero_optimization")
+        offloaded = section(zero, "offload_optimizer").get("device") in ("cpu", "nvme")
+        if (wrong := misplaced(known, zero.get("stage"), offloaded=offloaded)) is not None:
+            self._refuse("optimizer.type", *wrong)
+        if known == "Muon":
+            self.notices.append(("optimizer.type", MUON_NOTICE))
         self.said["optimizer"] = ("optimizer.type", smalti_name(known))
         params = section(self.document, "optimizer", "params")
         for key, option in _OPTIMIZER.items():

@@ -19,6 +19,7 @@ from smalti.models import Weights, compile_blocks, materialise
 from smalti.parallel import ProcessGroupParallel
 from smalti_deepspeed.compiling import compiled_one_at_a_time
 from smalti_deepspeed.config import resolved, sized
+from smalti_deepspeed.muon import with_muon
 from smalti_deepspeed.offload_folder import Claim, claim_together
 from smalti_deepspeed.optimizers import needs_accelerator
 from smalti_deepspeed.parsing import is_open, section
@@ -71,6 +72,7 @@ class DeepSpeedParallel(ProcessGroupParallel):
         """The returned optimizer is this one, or that of the configuration, made for the same parameter groups."""
         import deepspeed
 
+        from smalti_deepspeed.muon import matrices_marked
         from smalti_deepspeed.portable import ZeroState
         from smalti_deepspeed.swap_files import failures_explained
         from smalti_deepspeed.zero import (
@@ -82,7 +84,8 @@ class DeepSpeedParallel(ProcessGroupParallel):
         )
 
         groups = [{"params": group["params"], "weight_decay": group["weight_decay"]} for group in optimizer.param_groups]
-        with compiled_one_at_a_time(), failures_explained(self._document), _settings_fit(self._document), numbers_sent():
+        explained = failures_explained(self._document)
+        with compiled_one_at_a_time(), explained, _settings_fit(self._document), numbers_sent(), matrices_marked():
             engine, _, _, _ = deepspeed.initialize(
                 model=model,
                 model_parameters=groups,
@@ -175,6 +178,8 @@ def _completed(document: Mapping[str, object]) -> dict[str, object]:
     made.setdefault("steps_per_print", None)
     if "optimizer" not in made:
         made["zero_force_ds_cpu_optimizer"] = False
+    elif section(made, "optimizer")["type"] == "Muon":
+        made = with_muon(made)
     elif section(made, "optimizer")["type"] in ("Adam", "AdamW") and section(zero, "offload_optimizer").get("device") not in (
         "cpu",
         "nvme",

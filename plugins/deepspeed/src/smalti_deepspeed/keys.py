@@ -51,7 +51,7 @@ OPTIMIZER: dict[str, Kind] = {
     **dict.fromkeys(("lr", "betas", "eps", "weight_decay"), "any"),  # for the options that they are
     **dict.fromkeys(("torch_adam", "adam_w_mode", "bias_correction", "amsgrad", "fused", "foreach"), "switch"),
     **dict.fromkeys(("set_grad_none", "fp32_optimizer_states", "eps_inside_sqrt"), "switch"),
-    **dict.fromkeys(("max_coeff", "min_coeff", "lr_decay", "initial_accumulator_value"), "number"),
+    **dict.fromkeys(("max_coeff", "min_coeff", "lr_decay", "initial_accumulator_value", "momentum"), "number"),
 }
 """What the optimizers of DeepSpeed that smalti uses take between them."""
 SCHEDULER: dict[str, Kind] = dict.fromkeys(

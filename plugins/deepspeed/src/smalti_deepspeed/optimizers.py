@@ -10,29 +10,60 @@ NAMES = (
 )
 """Every optimizer that DeepSpeed has or had, as it spells them."""
 REMOVED = {"OneBitAdam": "Adam", "OneBitLamb": "Lamb", "ZeroOneAdam": "Adam"}
-"""Those that DeepSpeed 0.19 has no more, and what to take instead."""
-FROM_MUP = {"MuAdam": "Adam", "MuAdamW": "AdamW", "MuSGD": "AdamW"}
-"""Those of the package `mup`, and what to take instead."""
-FAILING = {"Muon": "AdamW"}
-"""Those that DeepSpeed 0.19 has and that do not train diffusion models, and what to take instead."""
-USABLE = tuple(name for name in NAMES if name not in {**REMOVED, **FROM_MUP, **FAILING})
+"""Those that DeepSpeed 0.19 has no more, and the nearest that trains."""
+FROM_MUP = {"MuAdam": "Adam", "MuAdamW": "AdamW", "MuSGD": "sgd"}
+"""Those of the package `mup`, and what each computes without base shapes: one of DeepSpeed's, or an `--optimizer`."""
+USABLE = tuple(name for name in NAMES if name not in {**REMOVED, **FROM_MUP})
 ON_CPU = frozenset(("AdamW", "Adam", "Adagrad", "Lion"))
 """Those that run where the optimizer's state is offloaded."""
 FALLBACK = "AdamW"
+MUON_NOTICE = (
+    "is --optimizer=muon: its steps have the size of AdamW's, so that one lr serves all weights; DeepSpeed's own are "
+    "smaller by 0.2 times the root of the number of columns of a matrix"
+)
+"""What whoever brings a configuration with DeepSpeed's Muon has to know."""
 
 _SHARED = {"AdamW": "adamw", "Adagrad": "adagrad", "Muon": "muon"}
 _OWN = {name: _SHARED.get(name, f"deepspeed_{name.lower()}") for name in NAMES}
 
 
 def refusal(name: str) -> tuple[str, str] | None:
-    """Why one of DeepSpeed's names cannot be used, and what to write; None if it can."""
+    """Why one of DeepSpeed's names cannot be used, and what to write; None if it can.
+
+    Base shapes are those of a narrower model that was tuned and from which first weights are scaled (Yang et al. 2022).
+    """
     if name in REMOVED:
-        return f"DeepSpeed has {name} no more (0.19)", f'"type": "{REMOVED[name]}"'
+        return f"DeepSpeed has {name} no more (0.19)", _in_json(REMOVED[name])
     if name in FROM_MUP:
-        return f"{name} needs a model with the base shapes of mup, which no model family has", f'"type": "{FROM_MUP[name]}"'
-    if name in FAILING:
-        reason = "it fails at the weights of convolutions, and below stage 3 its momentum is not in checkpoints"
-        return f"DeepSpeed's {name} (0.19) cannot be used: {reason}", f'"type": "{FAILING[name]}"'
+        reason = "needs a model with the base shapes of mup, which no model family has"
+        known = FROM_MUP[name] if FROM_MUP[name] in NAMES else FROM_MUP[name].upper()
+        return f"{name} {reason}; without them it would step as {known}", _in_json(FROM_MUP[name])
+    return None
+
+
+def nearest(name: str) -> str:
+    """The `--optimizer` to take in place of one that `refusal` refuses."""
+    instead = {**REMOVED, **FROM_MUP}[name]
+    return _OWN.get(instead, instead)
+
+
+def _in_json(name: str) -> str:
+    return f'"type": "{name}"' if name in NAMES else f"leave optimizer out of the JSON, and --optimizer={name}"
+
+
+def misplaced(name: str | None, stage: object, *, offloaded: bool, flag: bool = False) -> tuple[str, str] | None:
+    """Why an optimizer cannot step in this stage of ZeRO, or offloaded, and what to write: in the JSON, or with `flag` as one.
+
+    None if it can. The name None is that of one of smalti's own optimizers.
+    """
+    if name == "Muon" and stage != 3:
+        reason = "DeepSpeed (0.19) has Muon's momentum in no checkpoint below stage 3 of ZeRO"
+        return reason, f'"stage": 3, or {"--optimizer=adamw" if flag else _in_json("AdamW")}'
+    if offloaded and name not in ON_CPU:
+        names = ", ".join(sorted(_OWN[each] if flag else each for each in ON_CPU))
+        names = f"--optimizer=NAME with one of {names}" if flag else f"one of {names}"
+        reason = "its updates need whole matrices" if name == "Muon" else "it has no form for processors"
+        return f"{name or 'it'} cannot be offloaded: {reason}", f"{names}; or offload_optimizer with device none"
     return None
 
 

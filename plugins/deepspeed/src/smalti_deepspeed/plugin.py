@@ -18,11 +18,11 @@ from smalti import (
     World,
     hookimpl,
 )
-from smalti.config import LaunchOptions
+from smalti.config import LaunchOptions, OptimizerOptions
 from smalti_deepspeed.accelerate_import import translate
 from smalti_deepspeed.derived_options import implied
 from smalti_deepspeed.formats import FORMATS
-from smalti_deepspeed.optimizers import ENTRIES
+from smalti_deepspeed.optimizers import ENTRIES, deepspeed_name
 from smalti_deepspeed.options import DeepSpeedOptions, enabled
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ class DeepSpeed:
             accelerate=fragment(config),
             settings=document,
             shards=True,
-            flattens_parameters=True,
+            flattens_parameters=deepspeed_name(config[OptimizerOptions].optimizer) != "Muon",  # which is gathered into matrices
             check_model="smalti_deepspeed.offload_folder:check_free_space" if offload_folders(document) else "",
         )
 

@@ -19,6 +19,7 @@ _FORMS = {
     "AdamW": ("DeepSpeedCPUAdam", "FusedAdam", "ZenFlowCPUAdam"),
     "Adagrad": ("DeepSpeedCPUAdagrad",),
     "Lion": ("DeepSpeedCPULion", "FusedLion"),
+    "Joined": ("MuonWithAuxAdam",),
 }
 _NAMES = {form: name for name, forms in _FORMS.items() for form in forms}
 """What DeepSpeed's own forms of an optimizer are called in checkpoints."""

@@ -7,8 +7,10 @@ from collections.abc import Iterator, Mapping
 from typing import Literal
 
 from smalti import Communication, Config, Part, Recompute, Strategy, World
+from smalti.config import OptimizerOptions
 from smalti.parallel import in_bf16
 from smalti_deepspeed.config import BUCKET, SMALL, given
+from smalti_deepspeed.optimizers import deepspeed_name, misplaced
 from smalti_deepspeed.options import enabled
 from smalti_deepspeed.parsing import Document, section
 
@@ -24,14 +26,17 @@ _OPERATIONS_3: Mapping[Literal["step", "micro-batch"], float] = {"step": 45, "mi
 
 
 def proposals(config: Config, world: World) -> list[Strategy]:
-    """ZeRO 1 to 3 over all ranks, and 2 and 3 with the optimizer offloaded."""
+    """ZeRO 1 to 3 over all ranks, and 2 and 3 with the optimizer offloaded; those in which the run's optimizer can step."""
     item = 2 if in_bf16(config, world.device.partition(":")[0]) else 4
-    own = given(config) if enabled(config) else {}
-    found = [_zero(stage, world, item, own, offload=False) for stage in (1, 2, 3)]
-    if world.device.startswith("cpu"):
-        return found if world.size > 1 else []
-    offloaded = [_zero(stage, world, item, own, offload=True) for stage in (2, 3)]
-    return [*found, *offloaded] if world.size > 1 else offloaded[:1]
+    own, optimizer = given(config) if enabled(config) else {}, deepspeed_name(config[OptimizerOptions].optimizer)
+    kinds = [(stage, False) for stage in (1, 2, 3)] if world.size > 1 else []
+    if not world.device.startswith("cpu"):
+        kinds += [(stage, True) for stage in ((2, 3) if world.size > 1 else (2,))]
+    return [
+        _zero(stage, world, item, own, offload=offload)
+        for stage, offload in kinds
+        if misplaced(optimizer, stage, offloaded=offload) is None
+    ]
 
 
 def _document(own: Document, stage: int, *, offload: bool) -> tuple[dict[str, object], bool]:

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 
 from smalti import UserError
 from smalti.training import decouple_decay
+from smalti_deepspeed.muon import clip_before_muon, sized_as_adamw
 from smalti_deepspeed.startup import replaced
 from smalti_deepspeed.swapping import swap_whole_pages
 
@@ -212,6 +213,9 @@ class Stage3:
 
     def step(self, norm: Tensor, limit: float, *, by_value: bool = False) -> None:
         zero = self._zero
+        if zero.use_muon:
+            clip_before_muon(zero, norm, limit, by_value=by_value)
+            limit = 0.0
         zero.clip_grad = limit
         if by_value and limit > 0:
             flats = zero.fp32_partitioned_groups_flat
@@ -223,13 +227,19 @@ class Stage3:
 
     def zero_grad(self) -> None:
         """A step that DeepSpeed finds to overflow: it clears all that a micro-batch leaves behind, in whatever mode it is."""
-        self._step(torch.tensor(float("inf")))
+        zero = self._zero
+        zero._apply_muon_to_accumulated_grads = lambda: None
+        try:
+            self._step(torch.tensor(float("inf")))
+        finally:
+            del zero._apply_muon_to_accumulated_grads
 
     def _step(self, norm: Tensor) -> None:
         zero = self._zero
         zero._get_norm_groups = lambda: [norm * zero.loss_scale]  # known by now
         try:
-            self._engine.step()
+            with sized_as_adamw():
+                self._engine.step()
         finally:
             del zero._get_norm_groups
 
@@ -347,6 +357,7 @@ def _count(optimizer: torch.optim.Optimizer, flat: Tensor, number: float) -> Ten
 
     DeepSpeed's count in a number.
     """
+    optimizer = getattr(optimizer, "aux_optimizer", None) or optimizer  # what steps beside a Muon
     if not type(optimizer).__module__.startswith("torch."):
         return int(number)
     by_kernel = any(group.get("fused") or group.get("capturable") for group in optimizer.param_groups)

@@ -11,6 +11,7 @@ from smalti import (
     CheckpointFormat,
     Config,
     DistributedPlan,
+    Finding,
     OptionGroup,
     Problem,
     Strategy,
@@ -19,7 +20,7 @@ from smalti import (
 )
 from smalti_fsdp2.accelerate_export import fragment
 from smalti_fsdp2.accelerate_import import translate
-from smalti_fsdp2.checks import has_unseen_classes, problems
+from smalti_fsdp2.checks import context_parallel_problem, has_unseen_classes, problems
 from smalti_fsdp2.options import ContextOptions, FsdpOptions, enabled, named_classes, splits_context
 
 if TYPE_CHECKING:
@@ -124,6 +125,13 @@ class Fsdp:
         from smalti.checkpoint import save
 
         return save(target, state, parallel, full_weights=True)
+
+    @hookimpl
+    def diagnose(self, config: Config | None) -> list[Finding]:
+        """Whether this node can split tokens, for a run that does."""
+        reason = context_parallel_problem(config) if config is not None and splits_context(config) else None
+        fix = "train on a node with CUDA devices, or --context_parallel_size=1"
+        return [] if reason is None else [Finding(check="context parallelism", level="error", message=reason, fix=fix)]
 
     @hookimpl
     def register_checkpoint_formats(self) -> list[CheckpointFormat]:

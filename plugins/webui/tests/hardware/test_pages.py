@@ -1,7 +1,11 @@
 import json
+import re
+import sys
 
 import pytest
 
+from smalti_deepspeed import checks as deepspeed_checks
+from smalti_fsdp2 import checks as fsdp2_checks
 from smalti_webui.configs.drafts import Draft
 
 
@@ -72,7 +76,8 @@ def test_a_value_that_is_not_valid_stays_in_its_field_with_the_words_of_the_comm
     assert 'aria-invalid="true"' in text
 
 
-def test_context_parallelism_with_version_1_is_refused_in_the_words_of_the_command_line(client, settings, draft):
+def test_context_parallelism_with_version_1_is_refused_in_the_words_of_the_command_line(client, settings, draft, monkeypatch):
+    monkeypatch.setenv("SMALTI_CONTEXT_PARALLEL_ON_CPU", "1")
     send(client, draft, mode="fsdp2", num_processes="1", num_machines="1", mixed_precision="auto")
     text = send(client, draft, **{**FSDP, "fsdp_version": "1", "context_parallel_size": "2", "num_processes": "2"})
     assert "Context parallelism requires FSDP2." in text
@@ -112,3 +117,70 @@ def test_an_unknown_draft_and_a_forgotten_plan_are_errors(client, draft):
     assert client.get("/hardware/000000000000").status_code == 404
     answer = client.post(f"/hardware/{draft.id}/plan/apply", data={"ranks": "8", "index": "0"})
     assert (answer.status_code, "plan again" in answer.text) == (422, True)
+
+
+# --- what this host refuses -------------------------------------------------------------------------------------------
+
+
+def tag(text, pattern):
+    """The first tag of the page that has this in it."""
+    return re.search(rf"<[^>]*{pattern}[^>]*>", text)[0]
+
+
+@pytest.mark.parametrize("platform", ["darwin", "rocm"])
+def test_deepspeed_is_closed_with_the_reason_of_its_launch_where_it_does_not_run(
+    client, settings, draft_in, monkeypatch, tmp_path, platform
+):
+    asks = draft_in(settings, "model_family = 'toy'\ndeepspeed_config = '{\"zero_optimization\": {\"stage\": 2}}'\n")
+    before = client.get(f"/hardware/{asks.id}").text
+    assert "disabled" not in tag(before, 'id="mode-deepspeed"')
+    assert "disabled" not in tag(before, 'data-opens="builder"')
+    assert "Not on this host: DeepSpeed" not in before
+    if platform == "darwin":
+        monkeypatch.setattr(sys, "platform", "darwin")
+    else:
+        (tmp_path / "torch").mkdir()
+        (tmp_path / "torch" / "__init__.py").touch()
+        (tmp_path / "torch" / "version.py").write_text("cuda: Optional[str] = None\nhip: Optional[str] = '6.4.1'\n")
+        monkeypatch.delitem(sys.modules, "torch", raising=False)
+        monkeypatch.syspath_prepend(str(tmp_path))
+        monkeypatch.setattr(deepspeed_checks, "is_rocm", deepspeed_checks.is_rocm.__wrapped__)
+    reason = deepspeed_checks.platform_problem().message
+    text = client.get(f"/hardware/{asks.id}").text
+    assert "disabled" in tag(text, 'id="mode-deepspeed"')
+    assert "disabled" in tag(text, 'data-opens="builder"')
+    assert text.count(f"Not on this host: {reason}.") == 2
+    send(client, asks, mode="none", num_processes="1", num_machines="1", mixed_precision="auto")
+    assert "deepspeed_config" not in values(settings, asks)
+
+
+def test_context_parallelism_is_closed_with_the_reason_where_there_is_no_cuda(client, settings, draft, monkeypatch):
+    monkeypatch.delenv("SMALTI_CONTEXT_PARALLEL_ON_CPU", raising=False)
+    monkeypatch.setattr(fsdp2_checks, "_DEVICES", ())
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    text = send(client, draft, mode="fsdp2", num_processes="1", num_machines="1", mixed_precision="auto")
+    assert "Not on this host: context parallelism needs CUDA devices, and" in text
+    assert "disabled" in tag(text, 'id="field-context_parallel_size"')
+    assert "disabled" in tag(text, 'id="field-context_parallel_comm_strategy"')
+    without = {name: value for name, value in FSDP.items() if not name.startswith("context_")}
+    before = values(settings, draft)
+    send(client, draft, **without)  # as a browser sends it: without what is disabled
+    assert values(settings, draft) == before
+
+
+def test_context_parallelism_of_a_draft_can_be_taken_back_where_it_is_refused(client, settings, draft_in, monkeypatch):
+    monkeypatch.delenv("SMALTI_CONTEXT_PARALLEL_ON_CPU", raising=False)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    asks = draft_in(settings, "model_family = 'toy'\nfsdp_enable = true\nnum_processes = 2\ncontext_parallel_size = 2\n")
+    text = client.get(f"/hardware/{asks.id}").text
+    assert "Not on this host: context parallelism" in text
+    assert "disabled" not in tag(text, 'id="field-context_parallel_size"')
+    send(client, asks, **{**FSDP, "num_processes": "2"})
+    assert "context_parallel_size" not in values(settings, asks)
+
+
+def test_context_parallelism_is_open_where_it_works(client, draft, monkeypatch):
+    monkeypatch.setenv("SMALTI_CONTEXT_PARALLEL_ON_CPU", "1")
+    text = send(client, draft, mode="fsdp2", num_processes="1", num_machines="1", mixed_precision="auto")
+    assert "disabled" not in tag(text, 'id="field-context_parallel_size"')
+    assert "Not on this host" not in text

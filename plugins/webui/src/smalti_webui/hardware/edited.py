@@ -53,6 +53,7 @@ class Edited:
         self.settings = settings
         self.values: Mapping[str, object] = draft.values
         plugins, self.schema = _plugins_for(selection_of((), draft.file, os.environ))
+        self.plugins = plugins
         self.config: Config = resolved(self.schema, file=draft.file, environment=environment())
         found = [*self.config.problems, *plugin_problems(self.config, plugins)]
         self.problems: Sequence[Problem] = [self._named(each) for each in found]

@@ -16,6 +16,7 @@ from starlette.responses import HTMLResponse, RedirectResponse, Response
 from smalti import Problem, UserError
 from smalti_webui.configs.drafts import Draft
 from smalti_webui.hardware import builder, planner, strategy
+from smalti_webui.hardware.availability import refusals
 from smalti_webui.hardware.detection import Detected, in_bf16
 from smalti_webui.hardware.edited import Edited, as_text
 from smalti_webui.server.messages import toast
@@ -58,18 +59,25 @@ def _fields(subject: Edited, mode: str) -> dict[str, list[str]]:
 def _context(subject: Edited) -> dict[str, Any]:
     mode = strategy.mode_of(subject.values)
     parts = _fields(subject, mode)
-    names = [name for part in parts.values() for name in part]
+    refused = refusals(subject.plugins, subject.schema, on_cpu=subject.on_cpu)
+    # What is given stays open, so that it can be taken back.
+    closed = [name for name in parts["context"] if refused["context"] and name not in subject.values]
+    names = [name for part in parts.values() for name in part if name not in closed]
     available = {
         "none": "",
-        "fsdp2": "" if "fsdp_enable" in subject.schema.options else "pip install smalti-fsdp2",
-        "deepspeed": "" if builder.NAME in subject.schema.options else "pip install smalti-deepspeed",
+        "fsdp2": "" if "fsdp_enable" in subject.schema.options else "Not installed: pip install smalti-fsdp2",
+        "deepspeed": f"Not on this host: {refused['deepspeed']}." if refused["deepspeed"] else "",
     }
+    if builder.NAME not in subject.schema.options:
+        available["deepspeed"] = "Not installed: pip install smalti-deepspeed"
     return {
         "subject": subject,
         "draft": subject.draft,
         "mode": mode,
         "titles": strategy.TITLES,
         "available": available,
+        "refused": refused,
+        "closed": closed,
         "parts": {part: [subject.field(name) for name in part_names] for part, part_names in parts.items()},
         "shown": ",".join(names),
         "problems": subject.other_problems(names),
