@@ -21,6 +21,9 @@ PROCESS = {
     "sample": {"prompts": ["[trigger], a photo of [name]"], "neg": "ugly", "width": 640},
 }
 
+OFF = {"config.json: train.ema_config.ema_decay"}
+"""What is always listed: it is given for an EMA that is off."""
+
 
 def convert(imported, **changes):
     process = copy.deepcopy(PROCESS)
@@ -53,7 +56,7 @@ def test_what_it_does_by_default_is_written_where_it_differs(imported):
     assert values.keys() & {"use_ema", "ema_decay"} == set()
     assert [(each["id"], each["resolution"]) for each in values["datasets"]] == [("nowhere", [512, 1024])]
     assert all(each["instance_prompt_fallback"] and each["instance_prompt"] == "a cat" for each in values["datasets"])
-    assert left == {}
+    assert left.keys() == OFF
 
 
 def test_what_is_done_with_tags_and_mirrored_copies_become_keys_of_the_dataset(imported):
@@ -66,7 +69,7 @@ def test_what_is_done_with_tags_and_mirrored_copies_become_keys_of_the_dataset(i
     assert (other["caption_shuffle"], other["caption_tag_dropout_rate"]) == ({"enable": False}, 0.2)
     assert [each["caption_dropout_probability"] for each in (one, other)] == [0.0, 0.05]
     assert [each["trigger_word"] for each in (one, other)] == ["zwx", "zwx"]
-    assert left == {}
+    assert left.keys() == OFF
 
 
 def test_steps_that_count_micro_batches_are_divided(imported):
@@ -80,7 +83,7 @@ def test_steps_that_count_micro_batches_are_divided(imported):
 @pytest.mark.parametrize(("sampler", "expected"), [("flowmatch", None), ("ddim", "ddim")])
 def test_samplers_become_schedulers_of_validation_images(imported, sampler, expected):
     values, left, _ = convert(imported, sample={"sampler": sampler})
-    assert (values.get("validation_noise_scheduler"), left) == (expected, {})
+    assert (values.get("validation_noise_scheduler"), left.keys()) == (expected, OFF)
 
 
 def test_without_a_network_the_whole_model_is_trained_and_not_quantised(imported):

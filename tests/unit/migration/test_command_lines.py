@@ -35,6 +35,22 @@ def test_variables_are_replaced_and_those_that_are_not_set_are_named(use):
     assert (command.options["output_dir"], command.unset) == ("a b", ("MISSING",))
 
 
+PASTED = """Train with this, as the page says:
+accelerate launch --num_processes 2 sdxl_train_network.py
+  --network_module=networks.lora
+  # --network_dim=128
+
+  --network_dim 32 --learning_rate=1e-4
+Then look at the images: --seed=3
+"""
+
+
+def test_options_on_lines_of_their_own_belong_to_the_command_before_them():
+    (command,) = commands_in(PASTED)
+    assert command.launcher == {"num_processes": "2"}
+    assert command.options == {"network_module": "networks.lora", "network_dim": "32", "learning_rate": "1e-4"}
+
+
 names = st.from_regex(r"[a-z][a-z0-9_]{0,8}", fullmatch=True)
 texts = st.text(
     st.characters(codec="ascii", exclude_characters="\\$%\"'`^\r\n", categories=("L", "N", "P", "S", "Zs")), min_size=1

@@ -78,8 +78,9 @@ def test_options_and_datasets_become_one_file_with_the_place_of_every_value(impo
     found = [(each["id"], each["instance_data_dir"], each["flip_probability"]) for each in datasets[1:]]
     assert found == [("zwx-cat-2", "C:\\more\\zwx cat", 0.5)]
     assert left.keys() == {
-        "wandb_api_key",
+        "train.toml: wandb_api_key",
         "train.toml: noise_offset",
+        "default of kohya's sd-scripts: network_train_unet_only",
         "default of kohya's sd-scripts: model_prediction_type",
         "dataset.toml: datasets[0].subsets[2].is_reg",
     }
@@ -263,3 +264,68 @@ def test_a_repository_on_the_hub_is_private_unless_it_was_public(imported):
     values = imported({"train.toml": keys})[0]
     assert (values["push_to_hub"], values["hub_model_id"], values.get("hub_private", True)) == (True, "me/zwx", True)
     assert imported({"train.toml": keys + "huggingface_repo_visibility='public'"})[0]["hub_private"] is False
+
+
+def test_a_preset_keeps_what_it_says_of_datasets_or_lists_it(imported):
+    data = {"bucket_no_upscale": True, "color_aug": True, "shuffle_caption": True, "keep_tokens": "2", "enable_bucket": True}
+    values, left, _ = imported({"preset.json": json.dumps({**PRESET, **data, "max_resolution": "512,512"})})
+    assert [values[key] for key in ("resolution", "resolution_type")] == [512, "pixel_area"]
+    assert "crop_aspect" not in values
+    assert {place.partition(": ")[2] for place in left} >= data.keys() - {"enable_bucket"}
+
+
+def test_a_preset_gives_what_it_says_of_datasets_to_the_folders_that_it_names(imported, tmp_path):
+    (tmp_path / "images" / "10_cat").mkdir(parents=True)
+    data = {"train_data_dir": str(tmp_path / "images"), "bucket_no_upscale": True, "shuffle_caption": True, "keep_tokens": 2}
+    values, left, _ = imported({"preset.json": json.dumps({**PRESET, **data})})
+    assert values["datasets"][0]["caption_shuffle"] == {"position_start": 2}
+    assert "preset.json: bucket_no_upscale" in left
+    assert not any("keep_tokens" in place for place in left)
+
+
+def test_additional_parameters_of_a_preset_override_its_fields(imported):
+    more = '--max_grad_norm=0 --learning_rate 5e-5 --network_train_unet_only --lr_scheduler_type "CosineAnnealingLR" '
+    more += '--lr_scheduler_args "T_max=1000" "eta_min=0"'
+    arguments = '"weight_decay=0.1" "betas=0.9,0.95"'
+    preset = {**PRESET, "additional_parameters": more, "optimizer_args": arguments}
+    values, left, _ = imported({"preset.json": json.dumps(preset)})
+    assert [values[key] for key in ("max_grad_norm", "learning_rate", "adam_weight_decay")] == [0, 5e-5, 0.1]
+    assert [values[key] for key in ("adam_beta1", "adam_beta2")] == [0.9, 0.95]
+    assert left["preset.json: additional_parameters --lr_scheduler_args"].value == ["T_max=1000", "eta_min=0"]
+    assert not any("network_train_unet_only" in place for place in left)
+
+
+def test_what_goes_with_a_schedule_that_is_not_there_is_kept_or_listed(imported):
+    keys = "network_dim=4\nunet_lr=1e-4\nlr_scheduler='cosine_with_restarts'\nlr_scheduler_num_cycles=3\nlr_warmup_steps=100\n"
+    keys += "lr_scheduler_min_lr_ratio=0.1\nlr_scheduler_power=2\nlr_decay_steps=50"
+    values, left, _ = imported({"train.toml": keys}, "sdxl")
+    assert [values[key] for key in ("lr_warmup_steps", "lr_end_ratio", "lr_power")] == [100, 0.1, 2]
+    assert {"train.toml: lr_scheduler", "train.toml: lr_decay_steps"} <= left.keys()
+
+
+@pytest.mark.parametrize("family", ["flux", "pixart"])
+def test_lora_of_convolutions_is_said_to_be_of_sdxl_only(imported, family):
+    left = imported({"train.toml": "network_dim=4\nnetwork_module='networks.lora'\nnetwork_args=['conv_dim=16']"}, family)[1]
+    assert "LoRA of convolutions" in left["train.toml: network_args conv_dim"].why
+
+
+def test_one_caption_dropout_of_all_datasets_is_the_option(imported):
+    data = "[general]\ncaption_dropout_rate = 0.3\n[[datasets]]\n[[datasets.subsets]]\nimage_dir = 'a'"
+    values, left, _ = imported({"train.toml": TRAIN, "dataset.toml": data})
+    assert values["caption_dropout_probability"] == 0.3
+    assert "dataset.toml: general.caption_dropout_rate" not in left
+
+
+def test_what_a_dataset_file_has_beside_its_subsets_is_listed(imported):
+    data = "extra = 1\n[general]\nkeep_tokens = 1\n[[datasets]]\nbatch_size = 2\n"
+    places = imported({"train.toml": TRAIN, "dataset.toml": data + "[[datasets]]\n[[datasets.subsets]]\nimage_dir = 'a'"})[1]
+    assert {f"dataset.toml: {key}" for key in ("extra", "general.keep_tokens", "datasets[0]")} <= places.keys()
+
+
+def test_random_crops_of_cached_latents_are_drawn_once(imported):
+    folder = "[[datasets]]\n[[datasets.subsets]]\nimage_dir = 'a'\nrandom_crop = true"
+    found = [
+        imported({"train.toml": f"{keys}{TRAIN}", "dataset.toml": folder})[0].get("vae_cache_disable")
+        for keys in ("", "cache_latents = true\n")
+    ]
+    assert found == [True, None]

@@ -21,6 +21,7 @@ CONFIG = {
     "save_every_unit": "STEP",
     "secrets": {"huggingface_token": "hf_secret"},
 }
+SECRET = {"config.json: secrets.huggingface_token"}
 CONCEPT = {"path": "cats", "balancing": 3.0, "image": {"enable_random_flip": False}, "text": {"prompt_source": "sample"}}
 
 
@@ -48,7 +49,7 @@ def test_numbers_in_other_units_are_converted(imported):
         "lora_alpha": 1.0,
     }
     assert {key: values.get(key) for key in expected} == expected
-    assert (values["datasets"][0]["repeats"], left) == (2, {})
+    assert (values["datasets"][0]["repeats"], left.keys()) == (2, SECRET)
     assert "hf_secret" not in text
 
 
@@ -62,7 +63,7 @@ def test_older_files_without_tables_are_read(imported):
     old = {"optimizer": "ADAMW", "weight_decay": 0.05, "train_text_encoder": False, "unet_weight_dtype": "NONE"}
     values, left, _ = convert(imported, **old, weight_dtype="FLOAT_16", prior={})
     assert (values["optimizer"], values["adam_weight_decay"], values["lora_base_dtype"]) == ("adamw", 0.05, "bf16")
-    assert left == {}
+    assert left.keys() == SECRET
 
 
 def test_what_is_on_by_default_and_not_here_is_listed(imported):
@@ -86,3 +87,28 @@ def test_concepts_that_are_off_are_left_out_and_those_for_validation_are_held_ou
     values, left, _ = convert(imported, rows)
     assert [(each["id"], each["dataset_type"]) for each in values["datasets"]] == [("more", "eval")]
     assert [place for place in left if "enabled" in place]
+
+
+def test_the_kind_of_a_concept_is_kept(imported):
+    rows = [{**CONCEPT, "path": kind.lower(), "type": kind} for kind in ("STANDARD", "VALIDATION", "PRIOR_PREDICTION")]
+    values, left, _ = convert(imported, rows)
+    kinds = {each["id"]: (each.get("dataset_type"), each.get("is_regularisation_data")) for each in values["datasets"]}
+    assert kinds == {"standard": (None, None), "validation": ("eval", None), "prior_prediction": (None, True)}
+    assert left.keys() == SECRET
+
+
+def test_a_preset_keeps_its_resolution_for_the_datasets_that_are_added_to_it(imported):
+    preset = {"model_type": "Z_IMAGE", "training_method": "LORA", "resolution": "512", "aspect_ratio_bucketing": False}
+    values, left, _ = imported({"preset.json": json.dumps(preset)})
+    assert [values[key] for key in ("resolution", "resolution_type", "crop_aspect")] == [512, "pixel_area", "square"]
+    assert left.keys() == {"concepts"}
+
+
+@pytest.mark.parametrize("scheduler", ["COSINE", "REX"])
+def test_a_schedule_that_is_not_there_keeps_its_warmup(imported, scheduler):
+    values, left, _ = convert(imported, learning_rate_scheduler=scheduler, learning_rate_min_factor=0.1)
+    assert (values["lr_warmup_steps"], values["lr_end_ratio"]) == (50, 0.1)
+    assert ("config.json: learning_rate_scheduler" in left, "lr_scheduler" in values) == (
+        scheduler == "REX",
+        scheduler != "REX",
+    )

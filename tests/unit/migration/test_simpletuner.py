@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from smalti.cli.entry import main
 from smalti.config.resolution import resolve
 from smalti.migration.commented_toml import as_toml
 from smalti.migration.importing import import_files
@@ -115,3 +116,20 @@ def test_a_secret_is_not_copied_and_the_list_of_what_is_left_says_so(imported):
     assert "SMALTI_WEBHOOK_CONFIG" in line.fix
     values, left, text = imported({"config.json": json.dumps({**CONFIG, "webhook_config": "config/webhooks.json"})})
     assert values["webhook_config"] == "config/webhooks.json"
+
+
+def test_datasets_of_storages_and_tables_that_plugins_have_are_kept(monkeypatch, write, capsys):
+    rows = [
+        {"id": "far", "type": "aws", "aws_bucket_name": "cats", "aws_data_prefix": "x"},
+        {"id": "near", "instance_data_dir": "cats", "metadata_backend": "parquet", "parquet": {"path": "t.parquet"}},
+    ]
+    monkeypatch.setenv("SMALTI_PLUGINS", "storage_s3")
+    with pytest.raises(SystemExit) as left:
+        main(["config", "import", str(write("data.json", json.dumps(rows))), "--json"])
+    found = json.loads(capsys.readouterr().out)
+    assert (left.value.code, [each["id"]["value"] for each in found["datasets"]], found["left"]) == (0, ["far", "near"], [])
+
+
+def test_extra_arguments_of_config_env_are_read_as_a_command_line(imported):
+    text = ENVIRONMENT + "TRAINER_EXTRA_ARGS+='--lora_alpha 8 --report_to=none'\n"
+    assert imported({"config.env": text})[0]["lora_alpha"] == 8

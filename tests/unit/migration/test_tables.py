@@ -71,12 +71,3 @@ def test_whatever_the_values_the_result_is_toml(everything, tmp_path_factory, da
     assert result.trainer == trainer
     read = tomllib.loads(as_toml(result, everything))
     assert read.keys() == result.lines.keys() | ({"datasets"} if result.datasets else set())
-
-
-@given(st.data())
-def test_a_key_is_converted_or_listed_unless_it_asks_for_nothing(everything, tmp_path_factory, data):
-    trainer = data.draw(st.sampled_from(list(SHAPES)))
-    rule = data.draw(st.sampled_from([rule for rule in PAGE[trainer]["Options"] if rule.kind == "unsupported"]))
-    path = Path(tmp_path_factory.mktemp("one")) / "train.json"
-    path.write_text(json.dumps(SHAPES[trainer]({rule.key: 12345})))
-    assert any(left.place.endswith(rule.key) for left in import_files([path], everything).left)

@@ -27,6 +27,7 @@ from smalti.config import (
     resolve,
     unknown,
 )
+from smalti.data import catalog_of
 from smalti.errors import ConfigError, UserError
 from smalti.launch import expected_kind, merged_yaml, yaml_text
 from smalti.migration import import_files
@@ -261,8 +262,9 @@ def import_(
     target = _target(given, ".toml")
     if not files:
         raise UserError("no file given", fix="smalti config import FILE...")
-    schema = CommandLine.parse([]).schema
-    imported = import_files(files, schema, family=model_family)
+    command_line = CommandLine.parse([])
+    schema, catalog = command_line.schema, catalog_of(command_line.plugins)
+    imported = import_files(files, schema, family=model_family, catalog=catalog)
     if as_json:
         click.echo(json.dumps(migration.as_json(imported), indent=2, default=str))
         return

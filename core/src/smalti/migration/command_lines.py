@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 _SET = re.compile(r"^\s*(?:export\s+|set\s+|\$env:|\$)?\"?([A-Za-z_]\w*)\s*=\s*(.*)$", re.IGNORECASE)
@@ -35,30 +35,29 @@ def commands_in(text: str) -> list[Command]:
         if setting is not None and not re.search(r"\.py\b", line):
             variables[setting[1].lower()] = _unquoted(setting[2])
             continue
-        words, unset = _words(line, variables)
+        words, unset = words_of(line, variables)
         if (start := next((i for i, word in enumerate(words) if word.endswith(".py")), None)) is not None:
             script = re.split(r"[\\/]", words[start])[-1]
-            launcher = _options(words[:start])
-            found.append(Command(script=script, options=_options(words[start + 1 :]), launcher=launcher, unset=unset))
+            launcher = options_of(words[:start])
+            found.append(Command(script=script, options=options_of(words[start + 1 :]), launcher=launcher, unset=unset))
     return found
 
 
 def _lines(text: str) -> Iterator[str]:
-    """Lines without remarks, with continued lines joined."""
-    joined = ""
-    for line in text.splitlines():
-        if not joined and _REMARK.match(line):
+    """Lines without remarks, joined where one is continued or the next begins with an option."""
+    joined, continued = "", False
+    for line in filter(None, map(str.strip, text.splitlines())):
+        if _REMARK.match(line):
             continue
-        if _CONTINUED.search(line):
-            joined += _CONTINUED.sub(" ", line)
-            continue
-        yield joined + line
-        joined = ""
-    if joined:
-        yield joined
+        if not (continued or line.startswith("--")):
+            yield joined
+            joined = ""
+        continued = _CONTINUED.search(line) is not None
+        joined = f"{joined} {_CONTINUED.sub('', line)}"
+    yield joined
 
 
-def _words(line: str, variables: dict[str, str]) -> tuple[list[str], tuple[str, ...]]:
+def words_of(line: str, variables: Mapping[str, str]) -> tuple[list[str], tuple[str, ...]]:
     """The words of a command, with variables replaced by what the file sets, and the names of those that it does not set."""
     unset: list[str] = []
 
@@ -80,7 +79,7 @@ def _words(line: str, variables: dict[str, str]) -> tuple[list[str], tuple[str, 
         return filled.split(), tuple(dict.fromkeys(unset))
 
 
-def _options(words: list[str]) -> dict[str, object]:
+def options_of(words: list[str]) -> dict[str, object]:
     """`--name value`, `--name=value` and `--name`; several values make a list, as for argparse's nargs."""
     found: dict[str, object] = {}
     name = ""

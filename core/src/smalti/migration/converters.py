@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from smalti.migration.rules import Convert, UnconvertibleError
+from smalti.migration.rules import Convert, UnconvertibleError, switch as switch
 
 _LARGEST = 2**63
 
@@ -31,17 +31,6 @@ def number(value: object) -> int | float:
     if (isinstance(value, float) and not math.isfinite(value)) or abs(value) > _LARGEST:
         raise UnconvertibleError("it is too large, or not a number")
     return value
-
-
-def switch(value: object) -> bool:
-    """True or false, also from a text."""
-    if isinstance(value, str) and value.lower() in ("true", "1", "yes", "on"):
-        return True
-    if isinstance(value, str) and value.lower() in ("false", "0", "no", "off", ""):
-        return False
-    if isinstance(value, int | float):
-        return bool(value)
-    raise UnconvertibleError("it is neither true nor false")
 
 
 def text(value: object) -> str:

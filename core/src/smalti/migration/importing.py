@@ -9,6 +9,7 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from smalti.config import Schema, package_of_option, reference_keys
+from smalti.data import Catalog
 from smalti.errors import UserError
 from smalti.migration import simpletuner
 from smalti.migration.aitoolkit import options as aitoolkit
@@ -16,7 +17,7 @@ from smalti.migration.files import Opened, open_file
 from smalti.migration.kohya import options as kohya
 from smalti.migration.onetrainer import options as onetrainer
 from smalti.migration.recognition import IMPORTABLE, NAMES, Recognized, Trainer, recognize
-from smalti.migration.rules import Imported
+from smalti.migration.rules import Imported, list_rest
 
 IMPORTERS: Mapping[Trainer, Callable[[Sequence[Opened], str | None], Imported]] = {
     "kohya": kohya.imported,
@@ -25,11 +26,13 @@ IMPORTERS: Mapping[Trainer, Callable[[Sequence[Opened], str | None], Imported]] 
 }
 
 
-def import_files(paths: Sequence[Path], schema: Schema, *, family: str | None = None) -> Imported:
+def import_files(
+    paths: Sequence[Path], schema: Schema, *, family: str | None = None, catalog: Catalog | None = None
+) -> Imported:
     """The configuration that the files of one trainer describe, with values that the options of `schema` accept.
 
-    `family` is the model family where the files do not say it. Raises UserError if a file cannot be read, if it is not one of a
-    known trainer, or if the files are of different ones.
+    `family` is the model family where the files do not say it, and `catalog` has the storages of datasets. Raises UserError if
+    a file cannot be read, if it is not one of a known trainer, or if the files are of different ones.
     """
     files = [open_file(path) for path in paths]
     known = [_recognized(file, schema) for file in files]
@@ -39,10 +42,11 @@ def import_files(paths: Sequence[Path], schema: Schema, *, family: str | None = 
         raise UserError(f"these files are of different trainers: {shown}", fix="import the files of one trainer at a time")
     opened = [replace(file, kind=each.kind) for file, each in zip(files, known, strict=True)]
     if known[0].trainer == "simpletuner":
-        result = simpletuner.imported(opened, schema, family)
+        result = simpletuner.imported(opened, schema, family, catalog)
     else:
         result = IMPORTERS[known[0].trainer](opened, family)
     _check(result, schema)
+    list_rest(result)
     return result
 
 

@@ -19,13 +19,11 @@ from smalti.migration.onetrainer import tables as onetrainer_tables
 
 Trainer = Literal["kohya", "aitoolkit", "onetrainer", "simpletuner", "smalti"]
 
-NAMES: Mapping[Trainer, str] = {
+NAMES: Mapping[str, str] = {
     "kohya": kohya_tables.NAME,
     "aitoolkit": aitoolkit_tables.NAME,
     "onetrainer": onetrainer_tables.NAME,
-    "simpletuner": "SimpleTuner",
-    "smalti": "smalti",
-}
+} | {"simpletuner": "SimpleTuner", "smalti": "smalti"}
 IMPORTABLE: tuple[Trainer, ...] = ("kohya", "aitoolkit", "onetrainer", "simpletuner")
 READABLE: tuple[Trainer, ...] = ("simpletuner", "smalti")
 """Trainers whose files `smalti train` reads as they are."""

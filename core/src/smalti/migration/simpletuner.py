@@ -10,32 +10,24 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from smalti.config import PREFIX, Config, Schema, draft
-from smalti.data import DataDefaults, is_comment, parse_datasets
+from smalti.data import Catalog, DataDefaults, is_comment, parse_datasets
 from smalti.errors import InvalidOptionError
+from smalti.migration.command_lines import options_of, words_of
 from smalti.migration.files import Opened, companion, open_file
 from smalti.migration.rules import Imported, Left, Line, place_of
 
 NAME = "SimpleTuner"
 _DEFAULT = f"{NAME}'s default"
 
-ENVIRONMENT: Mapping[str, str] = {
-    "RESUME_CHECKPOINT": "resume_from_checkpoint",
-    "DATALOADER_CONFIG": "data_backend_config",
-    "TRAINING_SEED": "seed",
-    "MINIMUM_RESOLUTION": "minimum_image_size",
-    "PUSH_CHECKPOINTS": "push_checkpoints_to_hub",
-    "MAX_NUM_STEPS": "max_train_steps",
-    "NUM_EPOCHS": "num_train_epochs",
-    "CHECKPOINTING_LIMIT": "checkpoints_total_limit",
-    "HUB_MODEL_NAME": "hub_model_id",
-    "MODEL_NAME": "pretrained_model_name_or_path",
-    "USE_GRADIENT_CHECKPOINTING": "gradient_checkpointing",
-    "LR_SCHEDULE": "lr_scheduler",
-    "TRAINING_NUM_PROCESSES": "num_processes",
-    "TRAINING_NUM_MACHINES": "num_machines",
-    "TRAINING_DYNAMO_BACKEND": "dynamo_backend",
-    "TRAINER_DYNAMO_BACKEND": "dynamo_backend",
-}
+ENVIRONMENT: Mapping[str, str] = (
+    {"RESUME_CHECKPOINT": "resume_from_checkpoint", "DATALOADER_CONFIG": "data_backend_config", "TRAINING_SEED": "seed"}
+    | {"MINIMUM_RESOLUTION": "minimum_image_size", "PUSH_CHECKPOINTS": "push_checkpoints_to_hub"}
+    | {"MAX_NUM_STEPS": "max_train_steps", "NUM_EPOCHS": "num_train_epochs"}
+    | {"CHECKPOINTING_LIMIT": "checkpoints_total_limit", "HUB_MODEL_NAME": "hub_model_id"}
+    | {"MODEL_NAME": "pretrained_model_name_or_path", "USE_GRADIENT_CHECKPOINTING": "gradient_checkpointing"}
+    | {"LR_SCHEDULE": "lr_scheduler", "TRAINING_NUM_PROCESSES": "num_processes", "TRAINING_NUM_MACHINES": "num_machines"}
+    | {"TRAINING_DYNAMO_BACKEND": "dynamo_backend", "TRAINER_DYNAMO_BACKEND": "dynamo_backend"}
+)
 """Variables of its config.env whose options have other names. All others are options in capitals."""
 _SIGNS = frozenset({"MODEL_FAMILY", "MODEL_TYPE", "DATALOADER_CONFIG", "TRAINER_EXTRA_ARGS", *ENVIRONMENT})
 _SETTING = re.compile(r"^\s*(?:export\s+)?([A-Z][A-Z0-9_]*)(\+?)=(.*)$")
@@ -59,14 +51,11 @@ def variables_in(text: str) -> dict[str, object]:
         for name, value in found.items()
         if name != "TRAINER_EXTRA_ARGS" and value and "${" not in value
     }
-    for word in found.get("TRAINER_EXTRA_ARGS", "").split():
-        if word.startswith("--"):
-            name, joined, value = word.lstrip("-").partition("=")
-            values[name] = value if joined else True
-    return values
+    words, _ = words_of(found.get("TRAINER_EXTRA_ARGS", ""), {})
+    return values | options_of(words)
 
 
-def imported(files: Sequence[Opened], schema: Schema, family: str | None = None) -> Imported:
+def imported(files: Sequence[Opened], schema: Schema, family: str | None, catalog: Catalog | None) -> Imported:
     """The configuration of these files. The data file that the options name is read too, if it exists."""
     result = Imported(trainer=NAME, files=[file.name for file in files])
     options = [file for file in files if file.kind == "options"]
@@ -85,7 +74,7 @@ def imported(files: Sequence[Opened], schema: Schema, family: str | None = None)
                 result.files.append(str(place))
                 data = [open_file(place, "datasets")]
     for file in data:
-        _datasets(file, prompt, result)
+        _datasets(file, prompt, catalog, result)
     return result
 
 
@@ -137,11 +126,15 @@ def _comment(source: str, file: Opened) -> str:
     return place_of(file.name, key.lstrip("-")) if joined or key.startswith("--") else source
 
 
-def _datasets(file: Opened, prompt: object, result: Imported) -> None:
+def _datasets(file: Opened, prompt: object, catalog: Catalog | None, result: Imported) -> None:
     """The entries of a data file. They keep the keys that they have, which mean the same in a configuration."""
-    rows = [row for row in file.content if isinstance(row, dict)] if isinstance(file.content, list) else []
+    content = file.content if isinstance(file.content, list) else []
+    rows = [row for row in content if isinstance(row, dict)]
+    for row in content:
+        if not isinstance(row, dict):
+            result.leave(file.name, "it is not a table", value=row)
     defaults = DataDefaults(instance_prompt=prompt if isinstance(prompt, str) else None)
-    specs, problems = parse_datasets(rows, where=file.name, defaults=defaults)
+    specs, problems = parse_datasets(rows, where=file.name, defaults=defaults, catalog=catalog)
     for problem in problems:
         result.left.append(Left(place=problem.where, why=problem.message, fix=problem.fix))
     for spec in specs:

@@ -5,14 +5,20 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from smalti.migration.aitoolkit import tables as aitoolkit
-from smalti.migration.kohya import tables as kohya
+from smalti.migration.kohya import gui, tables as kohya
 from smalti.migration.onetrainer import tables as onetrainer
 from smalti.migration.rules import UNSET, Rule, shown
 
 PAGE: Mapping[str, Mapping[str, Sequence[Rule]]] = {
-    kohya.NAME: {"Options": kohya.OPTIONS, "Datasets": kohya.DATASETS},
-    aitoolkit.NAME: {"Options": aitoolkit.OPTIONS, "Datasets": aitoolkit.DATASETS},
-    onetrainer.NAME: {"Options": onetrainer.OPTIONS, "Concepts": onetrainer.CONCEPTS},
+    kohya.NAME: {
+        "Options": kohya.OPTIONS,
+        "Datasets": kohya.DATASETS,
+        "Prompts": kohya.PROMPTS,
+        "Flags of accelerate launch": kohya.LAUNCHER,
+        "Fields of presets of the GUI": gui.FIELDS,
+    },
+    aitoolkit.NAME: {"Options": aitoolkit.OPTIONS, "Datasets": aitoolkit.DATASETS, "Samples": aitoolkit.SAMPLES},
+    onetrainer.NAME: {"Options": onetrainer.OPTIONS, "Concepts": onetrainer.CONCEPTS, "Samples": onetrainer.SAMPLES},
 }
 """Heading -> heading -> rules."""
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 from smalti.migration.converters import number, switch, whole
 from smalti.migration.entries import literal
-from smalti.migration.rules import Found, Imported
+from smalti.migration.rules import Found, Imported, Values
 
 BLOCKS: Mapping[str, tuple[str, ...]] = {
     "sdxl": ("attentions.*",),
@@ -33,22 +33,21 @@ _PREFIXES = {"sdxl": "lora_unet", "pixart": "lora_transformer", "auraflow": "lor
 """What stands before the names of layers there, if it is not `transformer`."""
 
 
-def add_adapter(found: Mapping[str, Found], family: str, default: str, result: Imported) -> None:
+def add_adapter(found: Values, family: str, result: Imported) -> None:
     """Set rank, alpha and `lora_targets`, and list what is adapted there and not here."""
-    rank = found.get("network.rank") or found.get("network.linear") or Found(value=4, place=f"{default}: network.linear")
-    alpha = found.get("network.linear_alpha") or found.get("network.alpha")
-    alpha = alpha or Found(value=1.0, place=f"{default}: network.linear_alpha")
+    rank = found.first("network.rank", "network.linear", default=4)
+    alpha = found.first("network.linear_alpha", "network.alpha", default=1.0)
     if family in UNSCALED:
         note = f"; alpha is the rank there for this model, not {alpha.value}" if alpha.value != rank.value else ""
-        alpha = Found(value=rank.value, place=f"{rank.place}{note}")
+        alpha = Found(value=rank.value, place=f"{rank.place}, {alpha.place}{note}")
     result.add("lora_rank", rank.read(whole), rank.place)
     result.add("lora_alpha", alpha.read(number), alpha.place)
     if family in BLOCKS:
-        _add_targets(found, family, default, result)
+        _add_targets(found, family, result)
 
 
-def _add_targets(found: Mapping[str, Found], family: str, default: str, result: Imported) -> None:
-    only = found.get("network.transformer_only") or Found(value=True, place=f"{default}: network.transformer_only")
+def _add_targets(found: Values, family: str, result: Imported) -> None:
+    only = found.first("network.transformer_only", default=True)
     targets = BLOCKS[family] if only.read(switch) else ALL.get(family, (".*",))
     conv = found.get("network.conv")
     if family == "sdxl" and conv is not None and conv.read(number):
@@ -56,12 +55,14 @@ def _add_targets(found: Mapping[str, Found], family: str, default: str, result: 
         ours = result.value("lora_rank"), result.value("lora_alpha")
         if (conv.read(number), scaled.read(number)) == ours:
             targets += CONVOLUTIONS
+            result.settled += [conv.place, scaled.place]
         else:
             why = (
                 "all layers of an adapter have one rank and one alpha here: convolutions are not adapted, but 722 of 788 layers"
             )
             fix = f"network.conv = {ours[0]} and network.conv_alpha = {ours[1]}, as of the other layers, are converted"
             result.leave(conv.place, why, fix=fix, value=f"{conv.value}, conv_alpha = {scaled.value}")
+            result.settled.append(scaled.place)
     words = {key: found.get(f"network.network_kwargs.{key}_if_contains") for key in ("ignore", "only")}
     if family == "flux2":
         for given in filter(None, words.values()):

@@ -7,57 +7,66 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from smalti.migration.converters import number, path, switch, whole
-from smalti.migration.entries import add_negative_prompt, new_entry, one_for_all
+from smalti.migration.converters import number, path, text, whole
+from smalti.migration.entries import Setting, add_prompts, add_shuffle, for_all, new_entry, one_for_all
 from smalti.migration.files import Opened
-from smalti.migration.kohya.tables import DATASETS, NAME
-from smalti.migration.rules import Entry, Found, Imported, Line, UnconvertibleError, apply, attempt, found_in, source_text
+from smalti.migration.kohya.tables import DATASETS, NAME, PROMPTS
+from smalti.migration.rules import (
+    Entry,
+    Found,
+    Imported,
+    Line,
+    UnconvertibleError,
+    Values,
+    attempt,
+    no_effect,
+    place_of,
+    read,
+    source_text,
+    unsupported,
+)
 
-Values = Mapping[str, Found]
 _REPEATED = re.compile(r"^(\d+)_(.*)$")
 
 
 def datasets_of(files: Sequence[Opened], options: Values, result: Imported) -> None:
     """The datasets of dataset files: one for each subset. `options` are those of the command line."""
-    subsets = [subset for file in files for subset in _subsets(file, options)]
-    for given in subsets:
-        attempt(result, _dataset, given, result)
-    attempt(result, _common, subsets, result)
+    subsets = [subset for file in files for subset in _subsets(file, options, result)]
+    for within, given in subsets:
+        attempt(result, _dataset, within, given, result)
+    attempt(result, _common, [given for _, given in subsets], result)
 
 
-def _subsets(file: Opened, options: Values) -> Iterator[dict[str, Found]]:
-    """The values of each subset: its own, those of its dataset, of [general], and of the command line."""
+def _subsets(file: Opened, options: Values, result: Imported) -> Iterator[tuple[str, Values]]:
+    """The values of each subset, with its place: its own, those of its dataset, of [general], and of the command line."""
     content = file.content if isinstance(file.content, Mapping) else {}
-    outer = {key: value for key, value in options.items() if key in _SHARED}
+    outer = Values({key: value for key, value in options.items() if key in _SHARED}, NAME)
     if "train_batch_size" in options:
         outer["batch_size"] = options["train_batch_size"]
-    general = content.get("general")
-    outer |= found_in(general if isinstance(general, Mapping) else {}, file.name, before="general.")
-    for i, dataset in enumerate(each for each in content.get("datasets") or [] if isinstance(each, Mapping)):
-        here = f"datasets[{i}]."
-        shared = outer | found_in({key: v for key, v in dataset.items() if key != "subsets"}, file.name, before=here)
-        for j, subset in enumerate(each for each in dataset.get("subsets") or [] if isinstance(each, Mapping)):
-            yield shared | found_in(subset, file.name, before=f"{here}subsets[{j}].")
+    result.table(_PARTS, {key: value for key, value in content.items() if key != "general"}, file.name)
+    outer = result.table(DATASETS, content.get("general"), file.name, within="general.").over(outer)
+    for within, dataset in result.rows((*DATASETS, *_PARTS), content.get("datasets"), file.name, within="datasets"):
+        rows = dataset.pop("subsets", None)
+        for place, subset in result.rows(DATASETS, rows and rows.value, file.name, within=f"{within}subsets"):
+            yield place_of(file.name, place), subset.over(dataset.over(outer))
+        if rows is None:
+            result.leave(place_of(file.name, within.rstrip(".")), "this dataset has no subsets", fix="[[datasets.subsets]]")
 
 
-_SHARED = {rule.key for rule in DATASETS} - {"validation_seed", "validation_split"}
+_SHARED = {"cache_latents", "cache_latents_to_disk", *(rule.key for rule in DATASETS if rule.kind != "no effect")}
+_PARTS = no_effect("- its tables are read | datasets")
 
 
-def _dataset(given: dict[str, Found], result: Imported) -> None:
+def _dataset(within: str, given: Values, result: Imported) -> None:
     """One subset as a dataset, if smalti can train on it."""
     folder = given.get("image_dir")
-    for key in ("is_reg", "metadata_file"):
+    for key, fix in _LEFT_OUT.items():
         if key in given and given[key].value:
             why = next(rule.note for rule in DATASETS if rule.key == key)
-            fix = (
-                "add the folder as a dataset with is_regularisation_data"
-                if key == "is_reg"
-                else "put NAME.txt beside each image"
-            )
-            result.leave(given[key].place, why, fix=fix, value=folder.value if folder else given[key].value)
+            result.leave_table(within, given[key], why, fix=fix, value=folder and folder.value)
             return
     if folder is None:
-        result.leave(next(iter(given.values())).place, "this subset has no image_dir", fix="instance_data_dir")
+        result.leave(within.rstrip("."), "this subset has no image_dir", fix="instance_data_dir")
         return
     entry = new_entry(folder.read(path), folder.place, result)
     repeats = given.get("num_repeats")
@@ -68,30 +77,27 @@ def _dataset(given: dict[str, Found], result: Imported) -> None:
     _variants(given, entry)
     _sizes(given, entry, result)
     result.datasets.append(entry)
-    apply(DATASETS, {key: each for key, each in given.items() if not _is_listed(each, result)}, result)
 
 
-def _is_listed(given: Found, result: Imported) -> bool:
-    """Whether a value that several subsets share is listed already."""
-    return any(left.place == given.place for left in result.left)
+_LEFT_OUT = {"is_reg": "add the folder with is_regularisation_data", "metadata_file": "put NAME.txt beside each image"}
 
 
 def _captions(given: Values, entry: Entry, result: Imported) -> None:
     """Where captions come from. Class tokens are the caption of images without a caption file, and none has one if no
     extension is given, unless the folder says otherwise.
     """
-    words, extension = given.get("class_tokens"), given.get("caption_extension") or given.get("caption_extention")
-    ending = str(extension.value) if extension is not None else ".caption"
+    words, extension = given.get("class_tokens"), given.first("caption_extension", "caption_extention", default=".caption")
+    ending = str(extension.value)
     folder = Path(str(entry["instance_data_dir"].value)).expanduser()
-    has_files = any(folder.glob(f"*{ending}")) if folder.is_dir() else extension is not None
+    has_files = any(folder.glob(f"*{ending}")) if folder.is_dir() else {"caption_extension", "caption_extention"} & given.keys()
     if words is not None and words.value and not has_files:
-        entry["caption_strategy"] = Line(value="instanceprompt", source=f"{words.place}; there are no {ending} files")
+        source = f"{words.place}; there are no files as {extension.place} = {ending} says"
+        entry["caption_strategy"] = Line(value="instanceprompt", source=source)
         entry["instance_prompt"] = Line(value=str(words.value), source=words.place)
         return
-    entry["caption_strategy"] = Line(value="textfile", source=extension.place if extension else f"default of {NAME}: {ending}")
+    entry["caption_strategy"] = Line(value="textfile", source=extension.place)
     if ending != ".txt":
-        where = extension.place if extension is not None else f"default of {NAME}: caption_extension"
-        entry["caption_extension"] = Line(value=ending, source=where)
+        entry["caption_extension"] = Line(value=ending, source=extension.place)
     if words is not None and words.value:
         entry["instance_prompt"] = Line(value=str(words.value), source=f"{words.place}; caption of images without a text file")
         entry["instance_prompt_fallback"] = Line(value=True, source=words.place)
@@ -102,46 +108,37 @@ def _variants(given: Values, entry: Entry) -> None:
     for key in ("caption_prefix", "caption_suffix"):
         if key in given and (text := str(given[key].value).strip()):
             entry[key] = Line(value=text, source=given[key].place)
-    shuffled = _on(given, "shuffle_caption")
-    rate = given["caption_tag_dropout_rate"].read(number) if "caption_tag_dropout_rate" in given else 0.0
-    if shuffled or rate:
-        block: dict[str, object] = {} if shuffled else {"enable": False}
-        if "keep_tokens" in given and (kept := given["keep_tokens"].read(whole)):
-            block["position_start"] = kept
-        if "caption_separator" in given and (separator := str(given["caption_separator"].value).strip()) not in ("", ","):
-            block["split_on"] = separator
-        source = given["shuffle_caption" if shuffled else "caption_tag_dropout_rate"].place
-        note = "4 variants of each are encoded ahead; text_cache_disable has a new one at each visit, as there"
-        entry["caption_shuffle"] = Line(value=block or True, source=f"{source}; {note}")
-    if rate:
-        entry["caption_tag_dropout_rate"] = Line(value=rate, source=given["caption_tag_dropout_rate"].place)
+    add_shuffle(
+        given,
+        entry,
+        shuffle="shuffle_caption",
+        dropout="caption_tag_dropout_rate",
+        keep="keep_tokens",
+        separator="caption_separator",
+    )
     if "caption_dropout_rate" in given:
         place = given["caption_dropout_rate"].place
         entry["caption_dropout_probability"] = Line(value=given["caption_dropout_rate"].read(number), source=place)
-    if _on(given, "flip_aug"):
+    if given.on("flip_aug"):
         entry["flip_probability"] = Line(value=0.5, source=given["flip_aug"].place)
 
 
 def _sizes(given: Values, entry: Entry, result: Imported) -> None:
     """Resolution, buckets and crops."""
-    size = given.get("resolution")
-    width, height = _width_and_height(size.value if size is not None else 512)
-    place = size.place if size is not None else f"default of {NAME}: resolution"
+    size = given.first("resolution", default=512)
+    width, height = _width_and_height(size.value)
     edge = round(math.sqrt(width * height))
-    entry["resolution"] = Line(value=edge, source=source_text("", place, size.value if size else 512, edge))
+    entry["resolution"] = Line(value=edge, source=source_text("", size.place, size.value, edge))
     entry["resolution_type"] = Line(value="pixel_area", source="buckets have about the area of the resolution")
-    bucket = given.get("enable_bucket")
-    if not _on(given, "enable_bucket"):
-        where = bucket.place if bucket is not None else f"default of {NAME}: enable_bucket = false"
-        entry["crop_aspect"] = Line(value="square", source=where)
+    bucket = given.first("enable_bucket", default=False)
+    if given.on("enable_bucket"):
+        result.settled.append(bucket.place)
+    else:
+        entry["crop_aspect"] = Line(value="square", source=source_text("", bucket.place, bucket.value, None))
         if width != height:
-            result.leave(
-                place,
-                "without buckets every image becomes a square here",
-                fix='crop_aspect = "preserve"',
-                value=size and size.value,
-            )
-    if _on(given, "random_crop"):
+            fix = 'crop_aspect = "preserve"'
+            result.leave(size.place, "without buckets every image becomes a square here", fix=fix, value=size.value)
+    if given.on("random_crop"):
         entry["crop_style"] = Line(value="random", source=given["random_crop"].place)
     smallest = given.get("skip_image_resolution")
     if smallest is not None and smallest.value:
@@ -172,102 +169,109 @@ def _common(subsets: Sequence[Values], result: Imported) -> None:
             why = f"{name} is one for all datasets here; the first is used"
             result.leave(given[0].place, why, value=sorted(values))
     one_for_all("caption_dropout_probability", result)
-    if any(_on(subset, "enable_bucket") for subset in subsets):
-        if "aspect_bucket_alignment" not in result.lines:
-            result.add("aspect_bucket_alignment", 64, f"default of {NAME}: bucket_reso_steps")
-    else:
+    bucketed = any(subset.on("enable_bucket") for subset in subsets)
+    if bucketed and "aspect_bucket_alignment" not in result.lines:
+        result.add("aspect_bucket_alignment", 64, f"default of {NAME}: bucket_reso_steps")
+    elif not bucketed:
         result.lines.pop("aspect_bucket_alignment", None)
-    random = [subset["random_crop"] for subset in subsets if _on(subset, "random_crop")]
-    cached = any(_on(subset, "cache_latents") or _on(subset, "cache_latents_to_disk") for subset in subsets)
+    random = [subset["random_crop"] for subset in subsets if subset.on("random_crop")]
+    cached = [each[key].place for each in subsets for key in ("cache_latents", "cache_latents_to_disk") if each.on(key)]
+    result.settled += cached
     if random and not cached:
         result.add("vae_cache_disable", True, f"{random[0].place}; without cached latents each visit has a crop of its own")
 
 
-def _on(subset: Values, key: str) -> bool:
-    """Whether a switch is on."""
-    return key in subset and subset[key].read(switch)
-
-
 def folders_of(options: Values, result: Imported) -> None:
-    """The datasets of train_data_dir: one for each folder `10_name` in it."""
-    root = options.get("train_data_dir")
-    if root is None:
-        if any(name in result.lines for name in ("learning_rate", "model_type")):
-            fix = "give the dataset file too: smalti config import OPTIONS DATASETS"
-            result.leave("datasets", "these files name no images", fix=fix)
-        return
-    folder = Path(root.read(path)).expanduser()
-    found = sorted(each for each in folder.iterdir() if each.is_dir() and _REPEATED.match(each.name)) if folder.is_dir() else []
-    if not found:
-        why = "there is no folder `10_name` in it" if folder.is_dir() else "this folder does not exist on this node"
+    """The datasets of train_data_dir: one for each folder `10_name` in it. Without, what the options say of all datasets."""
+    root, folders, folder = options.get("train_data_dir"), [], None
+    if root is not None:
+        folder = Path(root.read(path)).expanduser()
+        folders = sorted(each for each in folder.iterdir() if each.is_dir()) if folder.is_dir() else []
+    named = [(each, match) for each in folders if (match := _REPEATED.match(each.name))]
+    if root is not None and not named:
+        why = "there is no folder `10_name` in it" if folder and folder.is_dir() else "this folder does not exist on this node"
         fix = "write one [[datasets]] table for each folder `10_name`: repeats = 9, and name as instance_prompt"
         result.leave(root.place, why, fix=fix, value=root.value)
-        return
+    elif root is None and any(name in result.lines for name in ("learning_rate", "model_type")):
+        fix = "give the dataset file too: smalti config import OPTIONS DATASETS"
+        result.leave("datasets", "these files name no images", fix=fix)
+    shared = Values({key: value for key, value in options.items() if key in _SHARED}, NAME)
     subsets = []
-    for each in found:
-        match = _REPEATED.match(each.name)
-        assert match is not None
+    for each, match in named:
         here = {"image_dir": str(each), "num_repeats": int(match[1]), "class_tokens": match[2].strip()}
-        shared = {key: value for key, value in options.items() if key in _SHARED}
-        subsets.append(shared | {key: Found(value=value, place=f"{root.place}, {each.name}") for key, value in here.items()})
-    for given in subsets:
-        attempt(result, _dataset, given, result)
-    attempt(result, _common, subsets, result)
+        places = {key: Found(value=value, place=f"{root.place}, {each.name}") for key, value in here.items()} if root else {}
+        subsets.append(Values({**shared, **places}, NAME))
+        attempt(result, _dataset, "", subsets[-1], result)
+    if not named and result.lines:
+        entry: Entry = {}
+        attempt(result, _sizes, shared, entry, result)
+        for_all(entry, result)
+    attempt(result, _common, subsets or [shared], result)
 
 
 def prompts_of(file: Opened, family: str, result: Imported) -> None:
     """Prompts of a text file, one a line with `--w 1024`, or of TOML or JSON."""
-    rows = list(_rows(file))
+    rows = list(_rows(file, result))
     if not rows:
         result.leave(file.name, "it has no prompt", fix="--validation_prompt=TEXT")
         return
-    result.add("validation_prompt", [row["prompt"] for row in rows], file.name)
-    sizes = dict.fromkeys(f"{row.get('width', 512)}x{row.get('height', 512)}" for row in rows)
-    result.add("validation_resolution", ",".join(sizes), f"{file.name}; the default there is 512x512")
-    if len(sizes) > 1:
-        result.leave(file.name, "every prompt is sampled in every size here", value=list(sizes))
-    for key, name, default in _FLUX_PROMPTS if family == "flux" else _PROMPTS:
-        values = list(dict.fromkeys(number(row[key]) if key in row else default for row in rows))
-        if values[0] is not None:
-            result.add(name, values[0], f"{file.name}: {key}; the default there is {default}")
-        if len(values) > 1 and key != "seed":
-            result.leave(file.name, f"{name} is one for all prompts here; the first is used", value=values)
-    add_negative_prompt([row.get("negative_prompt") for row in rows], file.name, result)
+    attempt(result, add_prompts, rows, _FLUX_PROMPTS if family == "flux" else _PROMPTS, result)
 
 
-_PROMPTS = (
-    ("sample_steps", "validation_num_inference_steps", 30),
-    ("scale", "validation_guidance", 7.5),
-    ("seed", "validation_seed", None),
+_COMMON_PROMPTS = ("seed", "validation_seed", whole, None), ("negative_prompt", "validation_negative_prompt", text, None)
+_PROMPTS: tuple[Setting, ...] = (
+    ("sample_steps", "validation_num_inference_steps", whole, 30),
+    ("scale", "validation_guidance", number, 7.5),
+    *_COMMON_PROMPTS,
 )
-_FLUX_PROMPTS = (
-    ("sample_steps", "validation_num_inference_steps", 20),
-    ("guidance_scale", "validation_guidance", 3.5),
-    ("scale", "flux_true_cfg_scale", 1.0),
-    ("seed", "validation_seed", None),
+_FLUX_PROMPTS: tuple[Setting, ...] = (
+    ("sample_steps", "validation_num_inference_steps", whole, 20),
+    ("guidance_scale", "validation_guidance", number, 3.5),
+    ("scale", "flux_true_cfg_scale", number, 1.0),
+    *_COMMON_PROMPTS,
 )
-_FLAGS = {"n": "negative_prompt", "w": "width", "h": "height", "d": "seed", "s": "sample_steps", "l": "scale"} | {
-    "g": "guidance_scale"
+_FLAGS = {
+    "n": "negative_prompt",
+    "w": "width",
+    "h": "height",
+    "d": "seed",
+    "s": "sample_steps",
+    "l": "scale",
+    "g": "guidance_scale",
+    "ss": "sample_sampler",
+    "cn": "controlnet_image",
+    "fs": "flow_shift",
+    "ctr": "cfg_trunc_ratio",
+    "rcfg": "renorm_cfg",
 }
 
 
-def _rows(file: Opened) -> Iterator[dict[str, object]]:
-    content = file.content
+def _rows(file: Opened, result: Imported) -> Iterator[Values]:
+    """The prompts, of which each can have settings."""
+    content: object = file.content
+    shared = Values({}, NAME)
     if isinstance(content, Mapping):
-        prompt = content.get("prompt")
-        if isinstance(prompt, Mapping):
-            shared = {key: value for key, value in prompt.items() if key != "subset"}
-            rows = [{**shared, **table} for table in prompt.get("subset") or [] if isinstance(table, Mapping)]
-            yield from (row for row in rows if "prompt" in row)
-    elif isinstance(content, list):
-        yield from (row for row in content if isinstance(row, dict) and "prompt" in row)
-    else:
-        for line in map(str.strip, file.text.splitlines()):
-            if line and not line.startswith("#"):
-                prompt, *flags = re.split(r"\s--(?=[a-z]+\s)", line)
-                row: dict[str, object] = {"prompt": prompt.strip()}
-                for flag in flags:
-                    name, _, value = flag.partition(" ")
-                    if name in _FLAGS:
-                        row[_FLAGS[name]] = value.strip()
-                yield row
+        table = content.get("prompt")
+        shared = result.table((*PROMPTS, read("subset")), table, file.name, within="prompt.")
+        rest = {key: value for key, value in content.items() if key != "prompt"}
+        result.table(unsupported("- only [prompt] is read | *"), rest, file.name)
+        content = shared.pop("subset").value if "subset" in shared else None
+    elif content is None:
+        content = list(_lines(file.text))
+    rows = [_row(row) if isinstance(row, str) else row for row in content] if isinstance(content, list) else content
+    for within, row in result.rows(PROMPTS, rows, file.name):
+        if "prompt" in row.over(shared):
+            yield row.over(shared)
+        else:
+            result.leave(place_of(file.name, within.rstrip(".")), "it has no prompt")
+
+
+def _lines(text: str) -> Iterator[str]:
+    return (line for line in map(str.strip, text.splitlines()) if line and not line.startswith("#"))
+
+
+def _row(line: str) -> dict[str, object]:
+    """A prompt with the flags after it."""
+    prompt, *flags = re.split(r"\s--(?=[a-z]+\s)", line)
+    pairs = (flag.partition(" ") for flag in flags)
+    return {"prompt": prompt.strip(), **{_FLAGS.get(name, name): value.strip() for name, _, value in pairs}}

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from smalti.migration.converters import number
+from smalti.migration.command_lines import words_of
+from smalti.migration.converters import number, switch
 from smalti.migration.kohya.tables import NETWORKS
-from smalti.migration.rules import OFF, Found, Imported, UnconvertibleError
+from smalti.migration.rules import Found, Imported, UnconvertibleError, Values
 
 BLOCKS: Mapping[str, tuple[str, ...]] = {
     "sdxl": ("attentions",),
@@ -84,37 +85,37 @@ _EMBEDDERS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     },
 }
 """Ranks of layers around the blocks, in this order. 0 leaves one out, as the absence of the argument does."""
-_NO_EFFECT = ("split_qkv", "verbose", "train_blocks")
+_NO_EFFECT = ("split_qkv", "verbose")
+_CONV = {"conv_dim": 0, "conv_alpha": 1}
+_NO_CONVOLUTIONS = "LoRA of convolutions is supported for SDXL only, in whose blocks they are"
 _WHY = {"train_t5xxl": "text encoders are not trained here"}
 _ONE_RANK = "all layers of an adapter have one rank and one alpha here"
 
 
 def words_in(given: Found) -> dict[str, str]:
     """`weight_decay=0.1`, `betas=0.9,0.99`: a list of texts, or one text."""
-    words = given.value if isinstance(given.value, list) else str(given.value).split()
+    words = given.value if isinstance(given.value, list) else words_of(str(given.value), {})[0]
     return {key: value.strip("\"'") for key, _, value in (str(word).partition("=") for word in words)}
 
 
-def add_layers(found: Mapping[str, Found], family: str, default: str, result: Imported) -> None:
-    """Set `lora_targets`, and list what is adapted there and not here. `default` is how defaults of the trainer are named."""
-    module, given = found.get("network_module"), found.get("network_args")
-    words = words_in(given) if given is not None else {}
-    if family not in BLOCKS or (module is not None and str(module.value) not in NETWORKS):
+def add_layers(found: Values, family: str, result: Imported) -> None:
+    """Set `lora_targets`, and list what is adapted there and not here."""
+    module, given = found.first("network_module"), found.first("network_args", default="")
+    words, place = words_in(given), given.place
+    if family not in BLOCKS or ("network_module" in found and str(module.value) not in NETWORKS):
         fix = "lora_targets = [...]; the family has a default"
-        place, value = (module.place, module.value) if module is not None else (default, None)
-        result.leave(place, "the layers that it adapts are not known here", fix=fix, value=value)
-        if given is not None:
-            result.leave(given.place, "networks of one's own are not loaded", value=given.value)
+        result.leave(module.place, "the layers that it adapts are not known here", fix=fix, value=module.value)
+        known = "network_module" not in found or str(module.value) in NETWORKS
+        for key, value in words.items():
+            why = _NO_CONVOLUTIONS if key in _CONV else "the layers that it chooses are not known here"
+            result.leave(f"{place} {key}", why if known else "networks of one's own are not loaded", value=value)
         return
-    place = given.place if given is not None else f"{default}: network_args"
-    rank, alpha = (
-        found[key].read(number) if key in found else start for key, start in (("network_dim", 4), ("network_alpha", 1))
-    )
+    rank, alpha = (found.first(key, default=of).read(number) for key, of in (("network_dim", 4), ("network_alpha", 1)))
     targets = [*_blocks(family, words), *_around(family, words, rank)]
-    conv = number(words.pop("conv_dim", 0)), number(words.pop("conv_alpha", 1))
-    if family == "sdxl" and conv == (rank, alpha):
+    conv = tuple(number(words.pop(key, start)) for key, start in _CONV.items()) if family == "sdxl" else (0, 1)
+    if conv == (rank, alpha):
         targets += _CONVOLUTIONS
-    elif family == "sdxl" and conv[0]:
+    elif conv[0]:
         why = f"{_ONE_RANK}: convolutions are not adapted, but 722 of 788 layers"
         fix = f"conv_dim={rank} and conv_alpha={alpha}, as of the other layers, are converted"
         result.leave(f"{place} conv_dim", why, fix=fix, value=f"{conv[0]}, conv_alpha = {conv[1]}")
@@ -122,17 +123,21 @@ def add_layers(found: Mapping[str, Found], family: str, default: str, result: Im
     for key, value in words.items():
         if not _is_done(key, value, family, rank):
             ranks = "dim" in key
-            why = _WHY.get(key, _ONE_RANK if ranks else "this argument of the network has no counterpart")
+            why = _WHY.get(
+                key,
+                _NO_CONVOLUTIONS if key in _CONV else _ONE_RANK if ranks else "this argument of the network has no counterpart",
+            )
             result.leave(f"{place} {key}", why, fix="lora_targets chooses layers" if ranks else "", value=value)
 
 
-def add_text_encoders(found: Mapping[str, Found], family: str, default: str, result: Imported) -> None:
+def add_text_encoders(found: Values, family: str, result: Imported) -> None:
     """List that text encoders are trained, which is the default there. A learning rate of theirs is listed by its rule."""
-    only = found.get("network_train_unet_only")
-    if family not in TEXT_LAYERS or (only is not None and only.value not in OFF) or "text_encoder_lr" in found:
-        return
-    why = f"text encoders are not trained here; there the LoRA has {TEXT_LAYERS[family]} layers of them too"
-    result.leave(only.place if only is not None else f"{default}: network_train_unet_only", why, value=False)
+    only = found.first("network_train_unet_only", default=False)
+    if only.read(switch):
+        result.settled.append(only.place)
+    elif family in TEXT_LAYERS and "text_encoder_lr" not in found:
+        why = f"text encoders are not trained here; there the LoRA has {TEXT_LAYERS[family]} layers of them too"
+        result.leave(only.place, why, value=False)
 
 
 def _blocks(family: str, words: Mapping[str, str]) -> Iterator[str]:
@@ -180,6 +185,8 @@ def _ranks(value: str) -> Sequence[str]:
 
 def _is_done(key: str, value: str, family: str, rank: int | float) -> bool:
     """Whether the targets say what this argument asks for, or it asks for nothing."""
+    if key == "train_blocks":
+        return value in ("all", *_CHOICES.get(family, ()))
     if key in _NO_EFFECT or key in _NUMBERS.get(family, {}):
         return True
     if key in _EMBEDDERS.get(family, {}):

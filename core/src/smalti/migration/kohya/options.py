@@ -6,36 +6,29 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from smalti.migration.command_lines import commands_in
-from smalti.migration.converters import number, path, switch, whole
-from smalti.migration.entries import leave_optimizer, without_adapter
+from smalti.migration.converters import number, path, whole
+from smalti.migration.entries import fitting, leave_optimizer
 from smalti.migration.files import Opened, companion, open_file
-from smalti.migration.kohya import gui
+from smalti.migration.kohya import gui, tables
 from smalti.migration.kohya.data import datasets_of, folders_of, prompts_of
 from smalti.migration.kohya.layers import add_layers, add_text_encoders, words_in
-from smalti.migration.kohya.tables import (
-    FAMILY_KEYS,
-    LAUNCHER,
-    NAME,
-    NETWORKS,
-    OPTIMIZER_NOTES,
-    OPTIMIZERS,
-    OPTIONS,
-    OTHER_SCRIPTS,
-    SCHEDULES,
-    SCRIPTS,
-    SECRETS,
-    TIMESTEPS,
+from smalti.migration.rules import (
+    Found,
+    Imported,
+    Values,
+    attempt,
+    convert_options,
+    found_in,
+    source_text,
 )
-from smalti.migration.rules import Found, Imported, Rule, UnconvertibleError, apply, attempt, found_in, place_of, source_text
 
-Values = dict[str, Found]
-DEFAULT = f"default of {NAME}"
+DEFAULT = f"default of {tables.NAME}"
 
 
 def imported(files: Sequence[Opened], family: str | None = None) -> Imported:
     """The configuration that these files describe. Files that they name are read too, if they exist."""
-    result = Imported(trainer=NAME, files=[file.name for file in files])
-    found: Values = {}
+    result = Imported(trainer=tables.NAME, files=[file.name for file in files])
+    found = result.table(tables.ALL_OPTIONS, {}, "")
     script = ""
     for file in files:
         if file.kind == "options":
@@ -58,17 +51,18 @@ def _options_of(file: Opened, found: Values, result: Imported) -> str:
     """Add the options of a file to `found`, with those of the file that it names, and return its script."""
     if isinstance(file.content, Mapping):
         if not gui.is_preset(file.content):
-            found |= found_in(_flat(file.content), file.name)
+            _add(_flat(file.content), file.name, found, result)
             return ""
-        options, script = gui.options_in(file.content, file.name)
-        found |= options
+        options, script = gui.options_in(file.content, file.name, result)
+        found |= options.over(found)
         return script
-    command = next((each for each in commands_in(file.text) if each.script in (*SCRIPTS, *OTHER_SCRIPTS)), None)
-    if command is None:
-        return ""
-    given = found_in(command.options, file.name, before="--")
+    command, *more = (each for each in commands_in(file.text) if each.script in (*tables.SCRIPTS, *tables.OTHER_SCRIPTS))
+    if more:
+        names = ", ".join(each.script for each in more)
+        result.leave(file.name, "one command is imported, the first", fix="put each into a file", value=names)
     for name in command.unset:
         result.leave(file.name, f"the variable {name} is not set in this file", fix="write its value in its place")
+    given = Values(found_in(command.options, file.name, before="--"), tables.NAME)
     if "config_file" in given:
         named = given["config_file"].read(path)
         other = companion(file, named) or companion(file, f"{named}.toml")
@@ -76,37 +70,26 @@ def _options_of(file: Opened, found: Values, result: Imported) -> str:
             result.leave(given["config_file"].place, f"there is no file {named}", fix="give it as a further FILE")
         else:
             result.files.append(str(other))
-            content = open_file(other).content
-            found |= found_in(_flat(content) if isinstance(content, Mapping) else {}, str(other))
-    found |= given
-    for key, name in LAUNCHER.items():
-        if key in command.launcher:
-            place = place_of(file.name, f"accelerate launch --{key}")
-            result.add(name, _plain(command.launcher[key]), place)
-    if (precision := command.launcher.get("mixed_precision")) and "mixed_precision" not in found:
-        result.leave(
-            place_of(file.name, "accelerate launch --mixed_precision"),
-            "the script has an option of this name, which overrides it there",
-            fix="--mixed_precision=bf16",
-            value=precision,
-        )
+            result.settled.append(given["config_file"].place)
+            _add(_flat(open_file(other).content), str(other), found, result)
+    found |= given.over(found)
+    launcher = result.table(tables.LAUNCHER, command.launcher, file.name, within="accelerate launch --")
+    result.settled += [launcher.first("mixed_precision").place] if "mixed_precision" in found else []
+    convert_options(tables.LAUNCHER, launcher, result)
     return command.script
 
 
-def _flat(content: Mapping[str, object]) -> dict[str, object]:
+def _add(content: object, file: str, found: Values, result: Imported) -> None:
+    """Add the options of a table, which override those that are there."""
+    found |= Values(found_in(content, file) if isinstance(content, Mapping) else {}, tables.NAME).over(found)
+
+
+def _flat(content: object) -> dict[str, object]:
     """Options of a TOML file, of which sections are only for reading."""
     values: dict[str, object] = {}
-    for key, value in content.items():
+    for key, value in content.items() if isinstance(content, Mapping) else ():
         values |= {str(k): v for k, v in value.items()} if isinstance(value, Mapping) else {str(key): value}
     return values
-
-
-def _plain(value: object) -> object:
-    """A text as a number if it is one."""
-    try:
-        return number(value)
-    except UnconvertibleError:
-        return value
 
 
 def _companion(files: Sequence[Opened], found: Values, key: str, result: Imported) -> Opened | None:
@@ -122,6 +105,7 @@ def _companion(files: Sequence[Opened], found: Values, key: str, result: Importe
         result.leave(found[key].place, f"there is no file {named}", fix="give it as a further FILE", value=named)
         return None
     result.files.append(str(other))
+    result.settled.append(found[key].place)
     return open_file(other)
 
 
@@ -141,18 +125,18 @@ class _Model:
         """From the script, the network module and keys that only one family has."""
         if not found and not script:
             return cls(given or "", "")
-        family, kind = SCRIPTS.get(script, ("", ""))
+        family, kind = tables.SCRIPTS.get(script, ("", ""))
         source = f"script {script}" if script else ""
         module = found.get("network_module")
         if module is not None:
-            kind = "lora" if str(module.value) in NETWORKS else "other"
-            if not family and (family := NETWORKS.get(str(module.value), "")):
+            kind = "lora" if str(module.value) in tables.NETWORKS else "other"
+            if not family and (family := tables.NETWORKS.get(str(module.value), "")):
                 source = module.place
-        if not family and (key := next((key for key in FAMILY_KEYS if key in found), None)):
-            family, source = FAMILY_KEYS[key], f"{found[key].place}, which only this family has"
+        if not family and (key := next((key for key in tables.FAMILY_KEYS if key in found), None)):
+            family, source = tables.FAMILY_KEYS[key], f"{found[key].place}, which only this family has"
         if given:
             family, source = given, "--model_family"
-        if script in OTHER_SCRIPTS:
+        if script in tables.OTHER_SCRIPTS:
             result.leave(script, "smalti does not train what this script trains", fix="it has LoRA and full fine-tuning")
         elif family:
             result.add("model_family", family, source)
@@ -170,69 +154,51 @@ class _Model:
 
 
 def _convert_options(found: Values, model: _Model, result: Imported) -> None:
-    for key in SECRETS & found.keys():
-        found.pop(key)
-        result.leave(key, "secrets are not copied", fix="huggingface-cli login, or wandb login")
-    attempt(result, _run, found, result)
-    attempt(result, _numbers, found, model, result)
-    attempt(result, _optimizer, found, result)
-    attempt(result, _schedule, found, result)
-    attempt(result, _precision, found, result)
-    attempt(result, _objective, found, model, result)
-    attempt(result, _saving, found, result)
+    for of_model in (_numbers, _objective):
+        attempt(result, of_model, found, model, result)
+    for step in (_run, _optimizer, _schedule, _saving):
+        attempt(result, step, found, result)
     if model.kind == "lora":
-        attempt(result, add_layers, found, model.family, DEFAULT, result)
-        add_text_encoders(found, model.family, DEFAULT, result)
-    values = {key: value for key, value in found.items() if key not in LAUNCHER or key not in result.lines}
-    rules: Sequence[Rule] = OPTIONS
-    if model.is_flow:  # ignored there, refused here
-        values.pop("min_snr_gamma", None)
-    if model.kind != "lora":
-        rules, values = without_adapter(rules, values)
-    elif "network_weights" in values and "network_dim" not in values:
+        attempt(result, add_layers, found, model.family, result)
+        attempt(result, add_text_encoders, found, model.family, result)
+    rules = fitting(tables.ALL_OPTIONS, model.kind, model.family)
+    if "network_weights" in found and "network_dim" not in found:
         rules = [rule for rule in rules if rule.key not in ("network_dim", "network_alpha")]
-    apply(rules, values, result)
+    convert_options(rules, found, result)
 
 
 def _run(found: Values, result: Imported) -> None:
     folder, name = found.get("output_dir"), found.get("output_name")
     if folder is not None and name is not None:
-        place = f"{folder.place} and output_name; a run has a directory of its own"
+        place = f"{folder.place}, {name.place}; a run has a directory of its own"
         result.add("output_dir", f"{folder.read(path).rstrip('/')}/{name.value}", place)
-    if (epochs := found.get("max_train_epochs")) is not None:
-        result.add("num_train_epochs", epochs.read(whole), epochs.place)
-        return
-    steps = found.get("max_train_steps")
-    result.add("max_train_steps", steps.read(whole) if steps else 1600, steps.place if steps else f"{DEFAULT}: max_train_steps")
+    if "max_train_epochs" in found:
+        result.copy("num_train_epochs", found.first("max_train_epochs", "max_train_steps"), whole)
+    else:
+        result.copy("max_train_steps", found.first("max_train_steps", default=1600), whole)
 
 
 def _numbers(found: Values, model: _Model, result: Imported) -> None:
-    rate = found.get("unet_lr") or found.get("learning_rate")
-    if rate is not None:
-        result.add("learning_rate", rate.read(number), rate.place)
-    else:
-        result.add("learning_rate", 2e-6, f"{DEFAULT}: learning_rate")
-    if (batch := found.get("train_batch_size")) is not None:
-        result.add("train_batch_size", batch.read(whole), batch.place)
+    result.copy("learning_rate", found.first("unet_lr", "learning_rate", default=2e-6), number)
     for key in ("fp8_base", "fp8_base_unet"):
-        if key in found and switch(found[key].value) and model.kind == "lora":
+        if found.on(key) and model.kind == "lora":
             note = "only the linear layers of the blocks are quantised"
-            result.add("base_model_precision", "fp8-torchao", f"{found[key].place}; {note}")
-    if "no_half_vae" in found and found["no_half_vae"].read(switch):
+            result.add("base_model_precision", "fp8-torchao", f"{found.first(key, 'fp8_base_unet').place}; {note}")
+            break
+    if found.on("no_half_vae"):
         result.add("vae_dtype", "fp32", found["no_half_vae"].place)
-    compiled = found.get("torch_compile")
-    if compiled is not None and compiled.read(switch):
-        backend = found.get("dynamo_backend")
-        result.add("dynamo_backend", str(backend.value).lower() if backend else "inductor", compiled.place)
+    if found.on("torch_compile"):
+        backend = found.first("dynamo_backend", default="inductor")
+        result.add("dynamo_backend", str(backend.value).lower(), f"{found['torch_compile'].place}, {backend.place}")
 
 
 def _optimizer(found: Values, result: Imported) -> None:
     given = found.get("optimizer_type")
-    if given is None and "use_8bit_adam" in found and found["use_8bit_adam"].read(switch):
+    if given is None and found.on("use_8bit_adam"):
         given = Found(value="AdamW8bit", place=found["use_8bit_adam"].place)
     name = str(given.value).lower() if given is not None else "adamw"
     place = given.place if given is not None else f"{DEFAULT}: optimizer_type = AdamW"
-    ours = OPTIMIZERS.get(name)
+    ours = tables.OPTIMIZERS.get(name)
     if ours is None and given is not None:
         leave_optimizer(given, result)
         return
@@ -244,7 +210,7 @@ def _optimizer(found: Values, result: Imported) -> None:
             return
         ours = "adafactor" if words.pop("scale_parameter", "True").lower() == "false" else "adafactor_scaled"
         words.pop("warmup_init", None)
-    source = source_text("", place, given.value if given else "adamw", ours, OPTIMIZER_NOTES.get(name, ""))
+    source = source_text("", place, given.value if given else "adamw", ours, tables.OPTIMIZER_NOTES.get(name, ""))
     result.add("optimizer", ours, source)
     if ours not in ("adamw", "adamw8bit", "prodigy") and "weight_decay" not in words:
         result.add("adam_weight_decay", 0.0, f"{place}: the default of this optimizer there")
@@ -268,23 +234,25 @@ def _optimizer_arguments(words: Mapping[str, str], before: str, result: Imported
 
 
 def _schedule(found: Values, result: Imported) -> None:
-    given = found.get("lr_scheduler")
-    name = str(given.value).lower() if given is not None else "constant"
-    place = given.place if given is not None else f"{DEFAULT}: lr_scheduler"
-    answer = SCHEDULES.get(name, f"smalti has no schedule {name}!")
+    """The schedule. One that smalti lacks is listed, and what is given with it is kept for the one that replaces it."""
+    given = found.first("lr_scheduler", default="constant")
+    name = str(given.value).lower()
+    answer = tables.SCHEDULES.get(name, f"smalti has no schedule {name}!")
     cycles = found.get("lr_scheduler_num_cycles")
-    if name == "cosine_with_restarts" and cycles is not None and cycles.read(whole) > 1:
+    if cycles is not None and cycles.read(whole) <= 1:
+        result.settled.append(cycles.place)
+    elif cycles is not None and name == "cosine_with_restarts":
         answer = "restarts of the cosine schedule are not supported!"
     if answer.endswith("!"):
-        result.leave(place, answer.removesuffix("!"), fix='lr_scheduler = "cosine"', value=name)
-        return
-    result.add("lr_scheduler", answer, source_text("", place, name, answer))
+        result.leave(given.place, answer.removesuffix("!"), fix='lr_scheduler = "cosine"', value=name)
+    else:
+        result.add("lr_scheduler", answer, source_text("", given.place, name, answer))
     if (warm := found.get("lr_warmup_steps")) is not None and answer != "constant":
         _steps(warm, "lr_warmup_steps", result)
     elif warm is not None and number(str(warm.value).rstrip("%")) > 0:
         result.add("lr_warmup_steps", 0, f"{warm.place} = {warm.value}; constant has no warm-up there")
-    if (ratio := found.get("lr_scheduler_min_lr_ratio")) is not None:
-        result.add("lr_end_ratio", ratio.read(number), ratio.place)
+    if "lr_scheduler_min_lr_ratio" in found:
+        result.copy("lr_end_ratio", found["lr_scheduler_min_lr_ratio"], number)
     total, decay = result.value("max_train_steps"), found.get("lr_decay_steps")
     if decay is not None and answer == "warmup_stable_decay":
         share = _share(decay.value)
@@ -317,70 +285,55 @@ def _steps(given: Found, name: str, result: Imported) -> None:
         )
 
 
-def _precision(found: Values, result: Imported) -> None:
-    given = found.get("mixed_precision")
-    value = str(given.value).lower() if given is not None else "no"
-    ours = {"fp16": "auto", "bf16": "bf16", "no": "no"}.get(value, "auto")
-    note = "there is no fp16; auto is bf16 where the device has it" if value == "fp16" else ""
-    place = given.place if given is not None else f"{DEFAULT}: mixed_precision"
-    result.add("mixed_precision", ours, source_text("", place, value, ours, note))
-
-
 def _objective(found: Values, model: _Model, result: Imported) -> None:
-    if "v_parameterization" in found and found["v_parameterization"].read(switch):
+    if found.on("v_parameterization"):
         result.add("prediction_type", "v_prediction", found["v_parameterization"].place)
-    loss, schedule = found.get("loss_type"), found.get("huber_schedule")
-    if loss is not None and str(loss.value) in ("huber", "smooth_l1"):
-        place = schedule.place if schedule is not None else f"{DEFAULT}: huber_schedule"
-        result.add("huber_schedule", schedule.value if schedule is not None else "snr", place)
+    if str(found.first("loss_type").value) in ("huber", "smooth_l1"):
+        result.copy("huber_schedule", found.first("huber_schedule", default="snr"))
     if model.is_flow:
         _flow(found, model.family, result)
 
 
 def _flow(found: Values, family: str, result: Imported) -> None:
     """Timesteps of flow models: how they are sampled, and how they are shifted."""
-
-    def given(key: str, default: object) -> Found:
-        return found.get(key, Found(value=default, place=f"{DEFAULT}: {key}"))
-
-    sampling = given("timestep_sampling", "shift" if family == "lumina2" else "sigma")
-    scheme = given("weighting_scheme", "uniform")
-    shift = (
-        given("training_shift", 1.0) if family == "sd3" else given("discrete_flow_shift", 6.0 if family == "lumina2" else 3.0)
-    )
+    sampling = found.first("timestep_sampling", default="shift" if family == "lumina2" else "sigma")
+    scheme = found.first("weighting_scheme", default="uniform")
+    shift = found.first("discrete_flow_shift", default=6.0 if family == "lumina2" else 3.0)
+    shift = found.first("training_shift", default=1.0) if family == "sd3" else shift
     way = str(sampling.value) if family != "sd3" else "sigma"
     by_sigmoid = ("sigmoid", "shift", "flux_shift", "nextdit_shift")
     if way == "sigma" or way not in ("uniform", *by_sigmoid):
         if way != "sigma":
             result.leave(sampling.place, "smalti has no such distribution", fix="--timestep_distribution", value=way)
-        name = TIMESTEPS.get(str(scheme.value), "uniform")
-        result.add("timestep_distribution", name, source_text("", scheme.place, scheme.value, name))
+        name = tables.TIMESTEPS.get(str(scheme.value), "uniform")
+        place = f"{scheme.place}, {sampling.place}" if family != "sd3" else scheme.place
+        result.add("timestep_distribution", name, source_text("", place, scheme.value, name))
         for key, ours, at in (
             ("logit_mean", "flow_sigmoid_mean", "logit_normal"),
             ("logit_std", "flow_sigmoid_scale", "logit_normal"),
             ("mode_scale", "flow_mode_scale", "mode"),
         ):
             if name == at and key in found:
-                result.add(ours, number(found[key].value), found[key].place)
+                result.copy(ours, found[key], number)
     else:
         name = "uniform" if way == "uniform" else "logit_normal"
         result.add("timestep_distribution", name, source_text("", sampling.place, way, name))
         if way in by_sigmoid and "sigmoid_scale" in found:
-            result.add("flow_sigmoid_scale", found["sigmoid_scale"].read(number), found["sigmoid_scale"].place)
+            result.copy("flow_sigmoid_scale", found["sigmoid_scale"], number)
     if way in ("flux_shift", "nextdit_shift"):
         result.add("flow_schedule_auto_shift", True, f"{sampling.place} = {way}")
     elif way in ("uniform", "sigmoid"):
         result.add("flow_schedule_shift", 1, f"{sampling.place} = {way}, which has no shift")
     else:
-        result.add("flow_schedule_shift", shift.read(number), shift.place)
+        result.copy("flow_schedule_shift", shift, number)
     if str(scheme.value) in ("sigma_sqrt", "cosmap"):
-        result.add("flow_weighting", str(scheme.value), scheme.place)
+        result.copy("flow_weighting", scheme)
     if family == "flux":
-        guidance = given("guidance_scale", 3.5)
-        result.add("flux_guidance_value", guidance.read(number), guidance.place)
-        kind = given("model_prediction_type", "sigma_scaled")
+        result.copy("flux_guidance_value", found.first("guidance_scale", default=3.5), number)
+        kind = found.first("model_prediction_type", default="sigma_scaled")
         if kind.value != "raw":
             result.leave(kind.place, "smalti computes the loss of the velocity itself, which is raw there", value=kind.value)
+        result.settled.append(kind.place)
 
 
 def _saving(found: Values, result: Imported) -> None:
@@ -391,9 +344,9 @@ def _saving(found: Values, result: Imported) -> None:
     if (epochs := found.get("save_last_n_epochs")) is not None:
         result.add("checkpoints_total_limit", epochs.read(whole), f"{epochs.place}; checkpoints are counted here, not epochs")
     if (repository := found.get("huggingface_repo_id")) is not None and repository.value:
+        result.copy("hub_model_id", repository)
         for name in ("push_to_hub", "push_checkpoints_to_hub"):
             result.add(name, True, repository.place)
-        result.add("hub_model_id", repository.value, repository.place)
         if (visibility := found.get("huggingface_repo_visibility")) is not None:
             result.add("hub_private", visibility.value != "public", f"{visibility.place} = {visibility.value}")
     if (trackers := found.get("log_with")) is not None:
@@ -404,10 +357,10 @@ def _saving(found: Values, result: Imported) -> None:
 def _convert_prompts(files: Sequence[Opened], found: Values, model: _Model, result: Imported) -> None:
     prompts = [file for file in files if file.kind == "prompts"]
     if not prompts and "sample_prompts" in found:
-        value = found["sample_prompts"].value
+        value, name = found["sample_prompts"].value, found["sample_prompts"].place
         if isinstance(value, str) and not value.lower().endswith((".txt", ".toml", ".json")):
-            name = found["sample_prompts"].place
-            attempt(result, prompts_of, Opened(path=Path(name), text=value, content=None, kind="prompts"), model.family, result)
+            prompts_of(Opened(path=Path(name), text=value, content=None, kind="prompts"), model.family, result)
+            result.settled.append(name)
             return
         other = _companion(files, found, "sample_prompts", result)
         prompts = [other] if other is not None else []

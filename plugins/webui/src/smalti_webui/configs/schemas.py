@@ -8,6 +8,7 @@ from pathlib import Path
 
 from smalti import Problem, UserError, problems_in
 from smalti.config import PREFIX, Schema
+from smalti.data import Catalog, catalog_of
 from smalti.hookspecs import HookSpecs
 from smalti.plugins import Plugins, Selection, known_families, load_plugins, schema_of, selection_of
 
@@ -16,6 +17,11 @@ from smalti.plugins import Plugins, Selection, known_families, load_plugins, sch
 def schema_with(selection: Selection) -> Schema:
     """The options of the core and of the plugins that are selected. Plugins that cannot be loaded are left out."""
     return schema_of(_loaded(selection))
+
+
+def catalog_with(selection: Selection) -> Catalog:
+    """The storages and metadata backends of the same plugins."""
+    return catalog_of(_loaded(selection))
 
 
 @lru_cache(maxsize=8)

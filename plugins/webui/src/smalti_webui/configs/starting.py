@@ -12,7 +12,7 @@ from smalti.migration import as_toml as imported_toml, import_files, refuse_othe
 from smalti.plugins import Selection
 from smalti.rundir import RunDirectory
 from smalti_webui.configs.drafts import Draft, DraftStore, digest
-from smalti_webui.configs.schemas import own_environment, schema_for, schema_with
+from smalti_webui.configs.schemas import catalog_with, own_environment, schema_for, schema_with
 from smalti_webui.configs.toml_text import given, with_values
 
 RECIPES = Path(__file__).with_name("recipes")
@@ -76,7 +76,7 @@ def from_import(store: DraftStore, paths: Sequence[Path], family: str = "") -> D
     name, origin = paths[0].stem, f"import of {', '.join(path.name for path in paths)}"
     try:
         schema = schema_with(Selection())
-        result = import_files(paths, schema, family=family or None)
+        result = import_files(paths, schema, family=family or None, catalog=catalog_with(Selection()))
         return store.new(imported_toml(result, schema), name=name, origin=origin)
     except UserError:
         if len(paths) > 1 or _of_another_trainer(paths[0]):
