@@ -67,9 +67,14 @@ def test_older_files_without_tables_are_read(imported):
 
 
 def test_what_is_on_by_default_and_not_here_is_listed(imported):
-    values, places, _ = convert(imported, [{"path": "cats", "enabled": True}], model_type="STABLE_DIFFUSION_XL_10_BASE")
-    assert values["datasets"][0]["flip_probability"] == 0.5
+    _, places, _ = convert(imported, [{"path": "cats", "enabled": True}], model_type="STABLE_DIFFUSION_XL_10_BASE")
     assert [place for place in places if "text_encoder.train" in place]
+
+
+@pytest.mark.parametrize(("image", "probability"), [({}, None), ({"enable_random_flip": True}, 0.5)])
+def test_images_are_mirrored_only_where_that_was_switched_on(imported, image, probability):
+    values, _, _ = convert(imported, [{"path": "cats", "enabled": True, "image": image}])
+    assert values["datasets"][0].get("flip_probability") == probability
 
 
 def test_what_is_done_with_tags_becomes_keys_of_the_dataset(imported):

@@ -69,7 +69,7 @@ def _shape(size: Found, options: Values, entry: Entry, result: Imported) -> None
 
 def _variants(given: Values, entry: Entry, result: Imported) -> None:
     """What a visit makes of a caption and of an image."""
-    flip = given.first("image.enable_random_flip", default=True)
+    flip = given.first("image.enable_random_flip", default=False)
     if flip.read(switch):
         entry["flip_probability"] = Line(value=0.5, source=flip.place)
     mode, dropped = given.first("text.tag_dropout_mode", default="FULL"), given.on("text.tag_dropout_enable")

@@ -241,7 +241,7 @@ CONCEPTS: tuple[Rule, ...] = (
     read("text.prompt_path", "instance_prompt"),
     read("image.enable_resolution_override", "resolution"),
     read("image.resolution_override", "resolution", off=(*OFF, "512")),
-    read("image.enable_random_flip", "flip_probability", note="0.5; on by default there"),
+    read("image.enable_random_flip", "flip_probability", note="0.5"),
     read("text.enable_tag_shuffling", "caption_shuffle"),
     read("text.keep_tags_count", "caption_shuffle", note="position_start", off=(*OFF, 1)),
     read("text.tag_delimiter", "caption_shuffle", note="split_on; a comma by default", off=(*OFF, ",")),
