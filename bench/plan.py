@@ -10,9 +10,11 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from run import Result
+from sizes import sized
 
 from smalti import HookSpecs, World
 from smalti.cli.arguments import CommandLine
@@ -62,6 +64,9 @@ ROWS = (
     Row(model="sd3", strategy="zero3", ranks=4, offload=True),
 )
 """Every value of every factor is in several rows; not all combinations."""
+ROWS = sized(ROWS, short=ROWS[:1])
+BATCHES = sized((1, 4), short=())
+FLUX = sized(published_flux, short=partial(pipeline, "flux"))
 
 
 def measure() -> list[Result]:
@@ -100,7 +105,7 @@ def compared(row: Row, folder: Path) -> Iterator[Result]:
 
 def large(folder: Path) -> Iterator[Result]:
     """The formula of FLUX.1 dev in full under FSDP2 on 8 GPUs, all activations recomputed, against its rehearsal."""
-    model = published_flux(folder / "published")
+    model = FLUX(folder / "published")
     row = Row(model="flux", strategy="fsdp2", ranks=8, bf16=True, recompute="full")
     words = [each for each in row.words(model, folder) if each != "--use_cpu"]
     line = CommandLine.parse([*words, "--resolution=512", "--tokenizer_max_length=512"])  # 4,096 tokens of the tiny autoencoder
@@ -109,7 +114,7 @@ def large(folder: Path) -> Iterator[Result]:
     strategies = plugins.gather(HookSpecs.propose_strategies, config=config, world=world)
     [strategy] = (each for each in strategies if each.name == "fsdp2")
     facts, run = facts_of(config, plugins, "cuda"), RunFacts.of(config, plugins, "cuda")
-    for micro in (1, 4):
+    for micro in BATCHES:
         way = replace(run, effective_batch=8 * micro)
         formula = estimate(facts, way, strategy, "full", micro, device, world)
         rehearsal = rehearsed(formula, config, plugins, device)
@@ -120,5 +125,5 @@ def large(folder: Path) -> Iterator[Result]:
 
 def _result(name: str, predicted: int, real: int, goal: float) -> Result:
     """`ratio` is predicted over found. The goal counts in both directions: its inverse is the least."""
-    values = {"ours": round(predicted / _MIB, 3), "peer": round(real / _MIB, 3)}
-    return Result(name=name, ratio=round(predicted / real, 4), unit="MiB", goal=goal, pairs=1, **values)
+    ours, peer = round(predicted / _MIB, 3), round(real / _MIB, 3)
+    return Result(name=name, ratio=round(predicted / real, 4), ours=ours, peer=peer, unit="MiB", goal=goal, pairs=1)
