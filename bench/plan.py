@@ -10,7 +10,6 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 from run import Result
@@ -66,13 +65,12 @@ ROWS = (
 """Every value of every factor is in several rows; not all combinations."""
 ROWS = sized(ROWS, short=ROWS[:1])
 BATCHES = sized((1, 4), short=())
-FLUX = sized(published_flux, short=partial(pipeline, "flux"))
 
 
 def measure() -> list[Result]:
     with tempfile.TemporaryDirectory() as folder:
         place = Path(folder)
-        return [*(result for row in ROWS for result in compared(row, place)), *large(place)]
+        return [*(result for row in ROWS for result in compared(row, place)), *(large(place) if BATCHES else ())]
 
 
 def compared(row: Row, folder: Path) -> Iterator[Result]:
@@ -105,7 +103,7 @@ def compared(row: Row, folder: Path) -> Iterator[Result]:
 
 def large(folder: Path) -> Iterator[Result]:
     """The formula of FLUX.1 dev in full under FSDP2 on 8 GPUs, all activations recomputed, against its rehearsal."""
-    model = FLUX(folder / "published")
+    model = published_flux(folder / "published")
     row = Row(model="flux", strategy="fsdp2", ranks=8, bf16=True, recompute="full")
     words = [each for each in row.words(model, folder) if each != "--use_cpu"]
     line = CommandLine.parse([*words, "--resolution=512", "--tokenizer_max_length=512"])  # 4,096 tokens of the tiny autoencoder
