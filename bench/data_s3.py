@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 
 import obstore
 from obstore.store import S3Store
+from sizes import sized
 
 from smalti_storage_s3.client.settings import S3Settings
 from smalti_storage_s3.client.storage import S3Storage
@@ -27,8 +28,8 @@ from smalti_testing import ObjectStore, seaweed
 if TYPE_CHECKING:
     from run import Result
 
-OBJECTS, SIZE, HEADER, LARGE = 200, 200_000, 16_384, 64 << 20
-THREADS, PAIRS = 16, 5
+OBJECTS, SIZE, HEADER, LARGE = sized(200, short=16), 200_000, 16_384, sized(64, short=1) << 20
+THREADS, PAIRS = 16, sized(5, short=1)
 GOAL = 1 / 0.9
 
 
@@ -36,8 +37,14 @@ class Sides:
     """The storage and the raw client, on one server."""
 
     def __init__(self, store: ObjectStore, folder: Path) -> None:
-        keys = {"access_key_id": store.access_key, "secret_access_key": store.secret_key}
-        settings = S3Settings(bucket_name=store.bucket, endpoint_url=store.endpoint, data_prefix="ours", **keys)
+        key, secret = store.access_key, store.secret_key
+        settings = S3Settings(
+            bucket_name=store.bucket,
+            endpoint_url=store.endpoint,
+            data_prefix="ours",
+            access_key_id=key,
+            secret_access_key=secret,
+        )
         self.ours = S3Storage(settings)
         self.raw = S3Store(
             store.bucket,
@@ -45,7 +52,8 @@ class Sides:
             region=store.region,
             virtual_hosted_style_request=False,
             client_options={"allow_http": True},
-            **keys,
+            access_key_id=key,
+            secret_access_key=secret,
         )
         self.pool = ThreadPoolExecutor(THREADS)
         self.data = os.urandom(SIZE)

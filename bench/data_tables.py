@@ -86,7 +86,7 @@ def loop(folder: Path) -> int:
     """Rows as dictionaries."""
     files = {row["key"]: (row["size"], row["etag"]) for batch in Listing(folder).list_columns() for row in batch.to_pylist()}
     if find_spec("pandas") is not None:
-        import pandas
+        import pandas  # type: ignore[import-untyped,unused-ignore]
 
         rows = pandas.read_parquet(folder / "table.parquet").to_dict("records")
     else:

@@ -16,10 +16,11 @@ import tempfile
 from pathlib import Path
 
 from run import Result, paired
+from sizes import WARM_UP, sized
 from startup import seconds
 
 SITE = Path(__file__).parents[1] / "plugins/fsdp2/tests/detection/site"
-PAIRS = 5
+PAIRS = sized(5, short=1)
 SECONDS, MEGABYTES = 0.5, 50.0
 
 CODE = """
@@ -48,7 +49,7 @@ print(json.dumps([found - begin, grown / 1024, built - begin_building]))
 def measure() -> list[Result]:
     with tempfile.TemporaryDirectory() as folder:
         os.environ["XDG_CACHE_HOME"] = folder
-        measured = [json.loads(python(CODE)) for _ in range(PAIRS + 1)][1:]  # the first one only warms the page cache
+        measured = [json.loads(python(CODE)) for _ in range(WARM_UP + PAIRS)][WARM_UP:]
         times, megabytes, building = zip(*measured, strict=True)
         return [
             paired("detect: 12 B parameters over half a second", times, [SECONDS] * PAIRS, unit="s", goal=1.0),
@@ -69,8 +70,8 @@ def python(code: str) -> str:
 def known() -> Result:
     smalti = [sys.executable, "-m", "smalti"]
     ours, peer = [], []
-    for _ in range(PAIRS + 2):
+    for _ in range(1 + WARM_UP + PAIRS):
         ours.append(seconds([*smalti, "detect-blocks", "--model_family=toy", "--json"]))
         peer.append(seconds([*smalti, "--help"]))
-    # The first one looks, the second warms the page cache.
-    return paired("detect: a known answer over smalti --help", ours[2:], peer[2:], unit="s", goal=1.3)
+    # The first one looks.
+    return paired("detect: a known answer over smalti --help", ours[1 + WARM_UP :], peer[1 + WARM_UP :], unit="s", goal=1.3)

@@ -21,14 +21,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from resource import RUSAGE_CHILDREN, getrusage
 
-from run import Result, paired
+from run import Result, paired, precision_of
+from sizes import WARM_UP, sized
 
-PAIRS = 7
+PAIRS = sized(7, short=1)
+RANKS = sized((1, 2), short=(1,))
 HERE = Path(__file__).parent
 
 
 def measure() -> list[Result]:
     from sdxl import BATCH, EDGE, images, tiny_pipeline
+
+    from smalti.cli.arguments import CommandLine
 
     with tempfile.TemporaryDirectory() as folder:
         place = Path(folder)
@@ -37,24 +41,31 @@ def measure() -> list[Result]:
         arguments += [
             f"--resolution={EDGE}",
             "--resolution_type=pixel",
-            "--mixed_precision=bf16",
+            "--mixed_precision=auto",
             "--max_train_steps=1",
             "--use_cpu",
         ]
+        precision = precision_of(CommandLine.parse(arguments).config())
         results = []
-        for ranks in (1, 2):
+        for ranks in RANKS:
             several = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks > 1 else []
-            script = [*several, str(HERE / "usual.py"), str(model), str(data), f"--batch={BATCH // ranks}"]
+            script = [
+                *several,
+                str(HERE / "usual.py"),
+                str(model),
+                str(data),
+                f"--batch={BATCH // ranks}",
+                f"--precision={precision}",
+            ]
             more = [f"--num_processes={ranks}", f"--train_batch_size={BATCH // ranks}"]
             ours, peer = [], []
-            for number in range(PAIRS + 1):
+            for number in range(PAIRS + WARM_UP):
                 ours.append(smalti([*arguments, *more], place / f"run-{ranks}-{number}"))
                 peer.append(usual(script, place))
             name = f"smalti against the usual script, {ranks} process{'es' if ranks > 1 else ''}"
-            # The first pair only warms the page cache, and writes bytecode.
             for title, unit in (("first step", "s"), ("processor time", "CPU s")):
-                series = ([each.passed if unit == "s" else each.computed for each in side[1:]] for side in (ours, peer))
-                results.append(paired(f"{title}: {name}", *series, unit=unit, goal=1.0))
+                series = ([each.passed if unit == "s" else each.computed for each in side[WARM_UP:]] for side in (ours, peer))
+                results.append(paired(f"{title}: {name}", *series, unit=unit, goal=1.0, precision=precision))
     return results
 
 

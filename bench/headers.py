@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 from run import Result, paired
+from sizes import sized
 
 from smalti.data.datasets.catalog import Catalog
 from smalti.data.datasets.parse import DataDefaults, parse_datasets
@@ -24,10 +25,11 @@ from smalti.data.scan.build import build_index
 from smalti.data.scan.image_headers import open_image, orientation, read_header
 from smalti.data.storage.local import LocalStorage
 
-FILES = int(os.environ.get("FILES", "20000"))
-PAIRS = 3
-DISTINCT = 10
-DECODED = 40
+FILES = int(os.environ.get("FILES", sized("20000", short="20")))
+PAIRS = sized(3, short=1)
+DISTINCT = sized(10, short=2)
+DECODED = sized(40, short=2)
+ON_THE_WEB = sized(30, short=4)
 
 
 def measure() -> list[Result]:
@@ -72,7 +74,7 @@ def bytes_read() -> Result:
     """Bytes that are read for the sizes, over those of the files."""
     with tempfile.TemporaryDirectory() as name:
         folder, read = Path(name), 0
-        for number in range(30):
+        for number in range(ON_THE_WEB):
             edge = 500 + 20 * number % 400
             kind = "webp" if number % 10 < 3 else "jpeg"
             (folder / f"{number:02}.{kind}").write_bytes(encoded(texture(number, edge * 4 // 3, edge), kind, quality=88))
@@ -110,7 +112,8 @@ def texture(seed: int, width: int, height: int) -> NDArray[np.uint8]:
     random = np.random.default_rng(seed)
     coarse = random.integers(0, 256, (height // 16 + 1, width // 16 + 1, 3), dtype=np.uint8)
     smooth = np.asarray(Image.fromarray(coarse).resize((width, height), Image.Resampling.BICUBIC), dtype=np.int16)
-    return np.clip(smooth + random.integers(-12, 13, smooth.shape), 0, 255).astype(np.uint8)
+    pixels: NDArray[np.uint8] = np.clip(smooth + random.integers(-12, 13, smooth.shape), 0, 255).astype(np.uint8)
+    return pixels
 
 
 def encoded(pixels: NDArray[np.uint8], kind: str, **options: int) -> bytes:

@@ -13,6 +13,7 @@ from random import Random
 
 import psutil
 from run import Result, paired
+from sizes import sized
 
 from smalti_health.monitor.process import Setup
 from smalti_health.monitor.rank import Watch
@@ -24,11 +25,11 @@ from smalti_health.policy.readings import Device, Reading
 from smalti_testing.nvml import FakeNvml
 
 GPUS = 8
-SECONDS = 20.0
+SECONDS = sized(20.0, short=0.5)
 FAST = 0.25
 """Seconds between two rounds here; the cost of one round is that of one at the usual interval."""
-PAIRS = 3
-READINGS = 100_000
+PAIRS = sized(3, short=1)
+READINGS = sized(100_000, short=1000)
 
 
 def measure() -> list[Result]:
@@ -65,17 +66,25 @@ def cpu_per_round(folder: Path) -> float:
     for each in watches:
         each.start()
     [process] = psutil.Process().children()
-    time.sleep(5)
-    before, rounds = process.cpu_times(), lines(folder)
+    wait_for_lines(folder, 2 * GPUS)
+    time.sleep(sized(5.0, short=0.0))
+    before, earlier = process.cpu_times(), lines(folder)
     time.sleep(SECONDS)
-    after, rounds = process.cpu_times(), (lines(folder) - rounds) / GPUS
+    wait_for_lines(folder, earlier + GPUS)
+    after, rounds = process.cpu_times(), (lines(folder) - earlier) / GPUS
     for each in watches:
         each.stop()
     return (after.user + after.system - before.user - before.system) / rounds
 
 
 def lines(folder: Path) -> int:
-    return (folder / "health.node-0.jsonl").read_bytes().count(b"\n")
+    path = folder / "health.node-0.jsonl"
+    return path.read_bytes().count(b"\n") if path.exists() else 0
+
+
+def wait_for_lines(folder: Path, count: int) -> None:
+    while lines(folder) < count:
+        time.sleep(0.05)
 
 
 def policy_seconds(seed: int) -> float:

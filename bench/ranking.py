@@ -20,18 +20,22 @@ from statistics import median
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT / "tests"))
+sys.path[1:1] = [str(ROOT / "bench"), str(ROOT / "tests")]  # ranks have this file, and no path to the others
+from sizes import sized  # noqa: E402
+
 from support.forked_ranks import forked_processes  # noqa: E402
 
 if TYPE_CHECKING:
     from run import Result
 
-ROUNDS, STEPS, WARM_UP = 3, 3, 2
+    from smalti.types import Recompute
+
+ROUNDS, STEPS, WARM_UP = sized((3, 3, 2), short=(1, 1, 1))
 RANKS = 2
 TOY = {
     "model_family": "toy",
-    "toy_width": 256,
-    "toy_depth": 4,
+    "toy_width": sized(256, short=32),
+    "toy_depth": sized(4, short=1),
     "toy_heads": 4,
     "resolution": 32,
     "resolution_type": "pixel",
@@ -50,7 +54,7 @@ class Way(NamedTuple):
 
     title: str
     strategy: str
-    recompute: str = "none"
+    recompute: Recompute = "none"
     micro_batch: int = 4
     accumulation: int = 1
     flags: tuple[str, ...] = ()
@@ -61,7 +65,7 @@ def zero(stage: int) -> str:
 
 
 SHARDED, FULL = "--fsdp_enable", "--fsdp_activation_checkpointing"
-WAYS = (
+WAYS: tuple[Way, ...] = (
     Way(title="DDP", strategy="ddp"),
     Way(title="DDP, recomputed", strategy="ddp", recompute="full", flags=("--gradient_checkpointing",)),
     Way(title="DDP, 1x4", strategy="ddp", micro_batch=1, accumulation=4),
@@ -73,6 +77,7 @@ WAYS = (
     Way(title="ZeRO 3", strategy="zero-3", flags=(zero(3),)),
     Way(title="ZeRO 3, 1x4", strategy="zero-3", micro_batch=1, accumulation=4, flags=(zero(3),)),
 )
+WAYS = sized(WAYS, short=(WAYS[1], WAYS[3], WAYS[8]))
 
 
 def words(way: Way, folder: Path) -> list[str]:
@@ -101,8 +106,8 @@ def cpu_seconds() -> float:
 def opened(arguments: Sequence[str], closing: ExitStack) -> Any:
     """A run on this rank, with weights, on data that are made up."""
     from smalti.cli.arguments import CommandLine
+    from smalti.data import largest_bucket
     from smalti.planning.rehearsal.ledger import Ledger
-    from smalti.planning.rehearsal.samples import largest_square
     from smalti.planning.rehearsal.stage import Stage
     from smalti.plugins import choose_distributed, find_family
     from smalti.training import open_parallel, train_step
@@ -127,7 +132,7 @@ def opened(arguments: Sequence[str], closing: ExitStack) -> Any:
         parallel=parallel,
         ledger=Ledger("cpu", 1),
         family=family,
-        bucket=largest_square(config, family.alignment),
+        bucket=largest_bucket(config, plugins, family.alignment).bucket,
         weights=family.weights(0),
     )
     stage.encode()
@@ -166,10 +171,13 @@ def planned(ways: Sequence[Way], known: float, folder: Path) -> dict[str, float]
         config, plugins = command_line.config(), command_line.plugins
         run, model = RunFacts.of(config, plugins, "cpu"), facts_of(config, plugins, "cpu")
         [strategy] = [each for each in strategies_for(config, plugins, world) if each.name == way.strategy]
-        size = (strategy, way.recompute, way.micro_batch, device, world)
         if calibration is None:
-            calibration = fitted(estimate(model, run, *size), model, run, device, rates, known)
-        found[way.title] = estimate(model, run, *size, calibration.efficiencies(device, run.products)).seconds
+            calibration = fitted(
+                estimate(model, run, strategy, way.recompute, way.micro_batch, device, world), model, run, device, rates, known
+            )
+        efficiencies = calibration.efficiencies(device, run.products)
+        way_found = estimate(model, run, strategy, way.recompute, way.micro_batch, device, world, efficiencies)
+        found[way.title] = way_found.seconds
     return found
 
 
@@ -201,7 +209,7 @@ def measure() -> list[Result]:
     wrong, of = disagreements(times, plan)
     order = Result(
         name="ranking: pairs of ways in the other order than measured",
-        ratio=round(len(wrong) / of, 4),
+        ratio=round(len(wrong) / max(of, 1), 4),
         ours=len(wrong),
         peer=of,
         unit="pairs",

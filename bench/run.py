@@ -1,22 +1,30 @@
 """Speed as ratios: `make bench` runs every case, `make bench ARGS=NAME` one; one line of JSON for each result.
 
 Each case measures ours and a peer in turn, so that a machine that slows down slows both, and quotes medians. Results that are
-worth keeping go to `bench/results/`, with date, versions and hardware: `make bench ARGS="--keep NAME"`.
+worth keeping go to `bench/results/`, with date, versions and hardware: `make bench ARGS="--keep NAME"`. `--short` only tries
+whether the cases run.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import platform
 import statistics
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from datetime import date
 from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+from sizes import VARIABLE
+
+if TYPE_CHECKING:
+    from smalti.config import Config
 
 CASES = (
     *("startup", "first_step", "step", "sdxl", "save", "detect", "shard", "zero", "headers"),
@@ -54,13 +62,25 @@ def paired(name: str, ours: Iterable[float], peer: Iterable[float], *, unit: str
     )
 
 
-def main() -> None:
+def precision_of(config: Config) -> str:
+    """In which a run of this configuration computes here."""
+    from smalti.parallel import in_bf16
+
+    return "bf16" if in_bf16(config) else "fp32"
+
+
+def main(words: Sequence[str] | None = None) -> None:
     sys.path.insert(0, str(Path(__file__).parent))
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("cases", nargs="*", choices=[*CASES, []], help=f"any of {', '.join(CASES)}; all if none is given")
     parser.add_argument("--keep", action="store_true", help="also write the results to bench/results/")
-    arguments = parser.parse_args()
-    results = []
+    parser.add_argument("--short", action="store_true", help="one pair of the smallest size, which says nothing about speed")
+    arguments = parser.parse_args(words)
+    if arguments.short and arguments.keep:
+        parser.error("results of --short are not worth keeping")
+    if arguments.short:
+        os.environ[VARIABLE] = "1"  # before a case is imported, and for the processes that it starts
+    results: list[dict[str, object]] = []
     for name in arguments.cases or CASES:
         measure: Callable[[], list[Result]] = import_module(name).measure
         for result in measure():
@@ -83,8 +103,6 @@ def keep(results: list[dict[str, object]]) -> None:
 
 
 def hardware() -> str:
-    import os
-
     cpu = Path("/proc/cpuinfo")
     lines = cpu.read_text().splitlines() if cpu.exists() else []
     model = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.processor())

@@ -20,15 +20,16 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from diffusers import DDPMScheduler
 from diffusers.optimization import get_scheduler
-from run import Result, paired
+from run import Result, paired, precision_of
+from sizes import sized
 from step import ROOT, ROUND, alternated, opened
 
 from smalti.models.capabilities import latents_of
-from smalti.parallel.precision import in_bf16
+from smalti.parallel import in_bf16
 from smalti.training.run import Run
 from smalti_diffusers.families.sdxl import Sdxl
 
-ROUNDS, BATCH, EDGE = 20, 8, 64
+ROUNDS, BATCH, EDGE = sized(20, short=1), 8, 64
 
 
 def measure() -> list[Result]:
@@ -45,7 +46,7 @@ def measure() -> list[Result]:
         arguments += [f"--max_train_steps={ROUND * (ROUNDS + 1)}", "--checkpoint_step_interval=0", "--use_cpu"]
         run = opened(arguments, closing)
         ours, peer = alternated(run, by_script(run))
-        precision = "bf16" if in_bf16(run.config) else "fp32"
+        precision = precision_of(run.config)
     return [paired("sdxl: smalti against the usual script", ours, peer, unit="s/step", goal=0.95, precision=precision)]
 
 
@@ -76,7 +77,7 @@ def by_script(run: Run) -> Callable[[], None]:
     optimizer = torch.optim.AdamW(unet.parameters(), lr=1e-4, betas=(0.9, 0.999), weight_decay=1e-2, eps=1e-8)
     schedule = get_scheduler("constant", optimizer=optimizer)
     unet, optimizer, schedule = accelerator.prepare(unet, optimizer, schedule)
-    noises = DDPMScheduler.from_config(cast(Sdxl, run.family).components.config("scheduler"))
+    noises = DDPMScheduler.from_config(cast(Sdxl, run.family).components.config("scheduler"))  # type: ignore[no-untyped-call]
     first = next(iter(run.batches)).micro[0]
     latents, conditioning = latents_of(run.family, first.pixels, first.latents), first.conditioning
     assert conditioning is not None, "texts were encoded before training"

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import gc
 import shutil
+import sys
 import tempfile
 import time
 from functools import cache
@@ -24,6 +25,7 @@ from torch.distributed.tensor import DTensor
 
 from smalti.config.resolution import resolve
 from smalti.hookspecs import HookSpecs
+from smalti.parallel.devices import native_bf16
 from smalti.parallel.protocol import Communicator, Parallel
 from smalti.plugins.discovery import load_plugins
 from smalti.plugins.lookup import choose_distributed
@@ -31,8 +33,13 @@ from smalti.plugins.schema import schema_of
 from smalti.training.build_run import build_model, build_optimizer, open_parallel
 from smalti.training.optim.ema import Ema
 from smalti.training.optim.optimizers import matrices
-from smalti_testing import two_processes
 from smalti_toy.family import ToyFamily, ToyShape
+
+HERE = Path(__file__).parent
+sys.path[1:1] = [str(HERE), str(HERE.parent / "tests")]  # ranks have this file, and no path to the others
+from sizes import WARM_UP, sized  # noqa: E402
+
+from support.forked_ranks import forked_processes  # noqa: E402
 
 if TYPE_CHECKING:
     from run import Result
@@ -40,11 +47,12 @@ if TYPE_CHECKING:
     from smalti.types import Checkpoint
 
 UNEVEN = ToyShape(width=196, depth=6, heads=7)
-DEMO = ToyShape()
-LARGE = ToyShape(width=768, depth=6, heads=12)
-BATCH, SIZE = 16, 32
-ROUND, PAIRS = 4, 8
-SAVES = 5
+DEMO = sized(ToyShape(), short=ToyShape(width=28, depth=1, heads=7))
+SMALL = ToyShape(width=28, depth=1, heads=7)
+LARGE = sized(ToyShape(width=768, depth=6, heads=12), short=SMALL)
+BATCH, SIZE = sized(16, short=1), 32
+ROUND, PAIRS = sized((4, 8), short=(1, 1))
+SAVES = sized(5, short=1)
 
 
 def zero(stage: int) -> str:
@@ -55,12 +63,13 @@ DDP: tuple[str, ...] = ()
 SHARDED = {"FSDP2": ("--fsdp_enable",), **{f"ZeRO {stage}": (zero(stage),) for stage in (1, 2, 3)}}
 GOALS = {"FSDP2": 1.5, "ZeRO 1": 1.5, "ZeRO 2": 1.5, "ZeRO 3": 2.5}
 """Of a step over DDP's."""
+IMPORTS = ("smalti_fsdp2.sharding", "deepspeed")
 
 
 def measure() -> list[Result]:
-    from run import paired  # the ranks import this file too, and have no path to that one
+    from run import paired
 
-    with two_processes(ranks=3, group=False) as three:
+    with forked_processes(ranks=3, group=False, seconds=600) as three:
         parts = three.run(bytes_held, 3)
     share = paired(
         "shard: bytes on the fullest of three ranks over a third",
@@ -68,31 +77,47 @@ def measure() -> list[Result]:
         [parts[0][1] / 3],
         unit="bytes",
         goal=1.05,
+        precision="fp32",
     )
-    with two_processes(ranks=2, group=False, seconds=600) as two, tempfile.TemporaryDirectory() as folder:
-        times = two.run(step_times)[0]
+    with forked_processes(ranks=2, group=False, seconds=600, imports=IMPORTS) as two, tempfile.TemporaryDirectory() as folder:
+        times, precision = two.run(step_times)[0]
         waits = two.run(save_waits, Path(folder))[0]
     peaks = {kind: peak(flags) for kind, flags in {"DDP": DDP, **SHARDED}.items()}
     return [
         share,
         *(
-            paired(f"shard: step under {kind} over DDP, two processes", times[kind], times["DDP"], unit="s/step", goal=goal)
+            paired(
+                f"shard: step under {kind} over DDP, two processes",
+                times[kind],
+                times["DDP"],
+                unit="s/step",
+                goal=goal,
+                precision=precision,
+            )
             for kind, goal in GOALS.items()
         ),
         *(
-            paired(f"shard: peak memory under {kind} over DDP", [peaks[kind]], [peaks["DDP"]], unit="bytes", goal=1.0)
+            paired(
+                f"shard: peak memory under {kind} over DDP",
+                [peaks[kind]],
+                [peaks["DDP"]],
+                unit="bytes",
+                goal=1.0,
+                precision="fp32",
+            )
             for kind in SHARDED
         ),
-        paired("shard: blocked, asynchronous save over synchronous", *waits, unit="s", goal=0.1),
+        paired("shard: blocked, asynchronous save over synchronous", *waits, unit="s", goal=0.1, precision="fp32"),
     ]
 
 
 class Subject:
     """A strategy with its model, optimizer and EMA on this rank."""
 
-    def __init__(self, ranks: int, shape: ToyShape, *flags: str) -> None:
+    def __init__(self, ranks: int, shape: ToyShape, *flags: str, precision: str = "fp32") -> None:
         plugins = load_plugins()
-        arguments = [f"--num_processes={ranks}", "--use_cpu", "--mixed_precision=no", "--accelerate_config=none", *flags]
+        arguments = [f"--num_processes={ranks}", "--use_cpu", "--accelerate_config=none", *flags]
+        arguments += [f"--mixed_precision={'bf16' if precision == 'bf16' else 'no'}"]
         config = resolve(schema_of(plugins), arguments, environment={})
         plan = choose_distributed(config, plugins)
         self.config = config
@@ -113,8 +138,9 @@ class Subject:
     def backward(self) -> None:
         conditioning = self.family.encode_captions(["a face"] * BATCH)
         with self.parallel.accumulate(last=True):
-            loss = self.family.forward(self.model, self.images, torch.full((BATCH,), 500.0), conditioning).square().mean()
-            self.parallel.backward(loss)
+            with self.parallel.autocast():
+                prediction = self.family.forward(self.model, self.images, torch.full((BATCH,), 500.0), conditioning)
+            self.parallel.backward(prediction.float().square().mean())
         self.parallel.clip_gradients(1.0)
 
     def step(self) -> None:
@@ -123,8 +149,8 @@ class Subject:
 
 
 @cache
-def subject(ranks: int, shape: ToyShape, *flags: str) -> Subject:
-    return Subject(ranks, shape, *flags)
+def subject(ranks: int, shape: ToyShape, *flags: str, precision: str = "fp32") -> Subject:
+    return Subject(ranks, shape, *flags, precision=precision)
 
 
 def bytes_held(ranks: int) -> tuple[int, int]:
@@ -143,28 +169,30 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def step_times() -> dict[str, list[float]]:
-    """Seconds per step by strategy, round by round."""
-    subjects = {kind: subject(2, DEMO, *flags) for kind, flags in {"DDP": DDP, **SHARDED}.items()}
+def step_times() -> tuple[dict[str, list[float]], str]:
+    """Seconds per step by strategy, round by round; and the precision of this machine, in which they are."""
+    precision = "bf16" if native_bf16("cpu").native else "fp32"
+    subjects = {kind: subject(2, DEMO, *flags, precision=precision) for kind, flags in {"DDP": DDP, **SHARDED}.items()}
     times: dict[str, list[float]] = {kind: [] for kind in subjects}
-    for _ in range(PAIRS + 1):
+    for _ in range(PAIRS + WARM_UP):
         for kind, found in subjects.items():
             begin = time.perf_counter()
             for _ in range(ROUND):
                 found.step()
             times[kind].append((time.perf_counter() - begin) / ROUND)
-    return {kind: found[1:] for kind, found in times.items()}
+    return {kind: found[WARM_UP:] for kind, found in times.items()}, precision
 
 
 def peak(flags: tuple[str, ...]) -> int:
     """Bytes of the fuller of two new processes."""
-    with two_processes(ranks=2, group=False, seconds=600) as two:
-        return max(two.run(memory_taken, flags))
+    with forked_processes(ranks=2, group=False, seconds=600, imports=IMPORTS) as two:
+        taken: list[int] = two.run(memory_taken, flags)
+        return max(taken)
 
 
 def memory_taken(flags: tuple[str, ...]) -> int:
     """How far three steps of a strategy raise the resident memory of this process."""
-    subject(2, ToyShape(width=28, depth=1, heads=7), *flags).step()  # imports, threads, compiled code
+    subject(2, SMALL, *flags).step()  # imports, threads, compiled code
     gc.collect()
     before = resident("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # the peak is counted from here
@@ -212,7 +240,7 @@ def checkpoint_times(stage: int, folder: Path) -> dict[str, tuple[list[float], l
     def load_theirs(place: Path) -> None:
         found.model.load_checkpoint(str(place))  # type: ignore[operator]
 
-    for number in range(SAVES + 1):
+    for number in range(SAVES + WARM_UP):
         for kept, save, load in ((0, save_ours, load_ours), (1, save_theirs, load_theirs)):
             place = folder / f"{stage}-{number}-{kept}"
             for act, do in (("save", save), ("load", load)):
@@ -225,7 +253,7 @@ def checkpoint_times(stage: int, folder: Path) -> dict[str, tuple[list[float], l
                 times[act][kept].append(time.perf_counter() - begin)
             if found.parallel.world.is_main:
                 shutil.rmtree(place)
-    return {act: (ours[1:], theirs[1:]) for act, (ours, theirs) in times.items()}
+    return {act: (ours[WARM_UP:], theirs[WARM_UP:]) for act, (ours, theirs) in times.items()}
 
 
 def save_waits(folder: Path) -> tuple[list[float], list[float]]:
@@ -245,7 +273,7 @@ def save_waits(folder: Path) -> tuple[list[float], list[float]]:
 
     saver = Saver(write=write, communicator=found.parallel, background=found.parallel.background_communicator())
     times: dict[bool, list[float]] = {True: [], False: []}
-    for number in range(2 * (SAVES + 1)):
+    for number in range(2 * (SAVES + WARM_UP)):
         beside = number % 2 == 0
         state = found.parallel.state.portable()
         snapshot = Snapshot(step=number, state=state, ema=found.ema.shadows, trainer={"step": number})
@@ -260,4 +288,4 @@ def save_waits(folder: Path) -> tuple[list[float], list[float]]:
         saver.poll(finish=True)
         times[beside].append(blocked)
     saver.close()
-    return times[True][1:], times[False][1:]
+    return times[True][WARM_UP:], times[False][WARM_UP:]

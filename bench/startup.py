@@ -8,20 +8,21 @@ import time
 from pathlib import Path
 
 from run import Result, paired
+from sizes import WARM_UP, sized
 
-PAIRS = 7
+PAIRS = sized(7, short=1)
+COMMANDS = sized((["--help"], ["plugins"]), short=(["plugins"],))
 
 
 def measure() -> list[Result]:
     scripts = Path(sys.executable).parent
     results = []
-    for arguments in (["--help"], ["plugins"]):
+    for arguments in COMMANDS:
         ours, peer = [], []
-        for _ in range(PAIRS + 1):
+        for _ in range(PAIRS + WARM_UP):
             ours.append(seconds([str(scripts / "smalti"), *arguments]))
             peer.append(seconds([str(scripts / "accelerate"), "launch", "--help"]))
-        # The first pair only warms the page cache.
-        results.append(paired(f"startup: smalti {' '.join(arguments)}", ours[1:], peer[1:], unit="s", goal=0.3))
+        results.append(paired(f"startup: smalti {' '.join(arguments)}", ours[WARM_UP:], peer[WARM_UP:], unit="s", goal=0.3))
     return results
 
 

@@ -7,6 +7,7 @@ stops. Five steps of one, then five of the other, in one process.
 
 from __future__ import annotations
 
+import os
 import sys
 import tempfile
 import time
@@ -15,13 +16,14 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import torch
-from run import Result, paired
+from run import Result, paired, precision_of
+from sizes import sized
 
 from smalti import HookSpecs, RunState, StepResult, hookimpl
 from smalti.cli.arguments import CommandLine
 from smalti.launch.preflight import Preparation
+from smalti.parallel import in_bf16
 from smalti.parallel.failure_detection import FailureDetector
-from smalti.parallel.precision import in_bf16
 from smalti.plugins.lookup import choose_distributed
 from smalti.plugins.registry import PluginInfo
 from smalti.rundir import Phases
@@ -29,8 +31,10 @@ from smalti.training.build_run import build, open_parallel
 from smalti.training.run import Run
 from smalti.training.trainer import loop
 
-ROUND, ROUNDS = 5, 30
+ROUND, ROUNDS, BATCH = sized((5, 30, 32), short=(1, 1, 2))
 ROOT = Path(__file__).parents[1]
+DEMO = Path(os.environ.get("DEMO", ROOT / "demo"))
+FACES = DEMO / "faces"
 
 
 def measure() -> list[Result]:
@@ -47,11 +51,13 @@ def measure() -> list[Result]:
             "--checkpoint_step_interval=0",
             "--validation_prompt=[]",
             "--mixed_precision=auto",
+            "--lr_scheduler=constant",  # as the loop by hand has it
+            "--lr_warmup_steps=0",
         ]
-        arguments += [f"--instance_data_dir={ROOT / 'demo/faces'}", "--train_batch_size=32"]
+        arguments += [f"--instance_data_dir={FACES}", f"--train_batch_size={BATCH}"]
         run = opened(arguments, closing)
         ours, peer = alternated(run, by_hand(run))
-        precision = "bf16" if in_bf16(run.config) else "fp32"
+        precision = precision_of(run.config)
     return [paired("step: smalti against a bare loop", ours, peer, unit="s/step", goal=1.03, precision=precision)]
 
 
@@ -87,11 +93,11 @@ def make_images() -> None:
     import prepare
 
     for drawing in prepare.find_drawings(prepare.svg_folder(), "face"):
-        prepare.write(drawing, ROOT / "demo/faces", 64)
+        prepare.write(drawing, FACES, 64)
 
 
 class Alternation:
-    """After every five steps of the run, five steps of the loop by hand; the times of both per step."""
+    """After every round of steps of the run, as many of the loop by hand; the times of both per step."""
 
     def __init__(self, step: Callable[[], None]) -> None:
         self.step = step
@@ -137,7 +143,7 @@ def by_hand(run: Run) -> Callable[[], None]:
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=bf16):
             prediction = family.forward(model, noisy, objective.timesteps(t), conditioning)
         loss = objective.compare(prediction, objective.target(pixels, noise, t), t).mean()
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()

@@ -35,14 +35,15 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="file for the time at the end of each step, in unix seconds")
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--steps", type=int, default=1)
+    parser.add_argument("--precision", choices=("bf16", "fp32"), default="bf16")
     arguments = parser.parse_args()
 
-    accelerator = Accelerator(cpu=True, mixed_precision="bf16")
+    accelerator = Accelerator(cpu=True, mixed_precision="bf16" if arguments.precision == "bf16" else "no")
     set_seed(0)
     samples = encoded(arguments.model, arguments.images, arguments.batch, accelerator)
-    unet = UNet2DConditionModel.from_pretrained(arguments.model, subfolder="unet")
+    unet = UNet2DConditionModel.from_pretrained(arguments.model, subfolder="unet")  # type: ignore[no-untyped-call]
     unet.train()
-    noises = DDPMScheduler.from_pretrained(arguments.model, subfolder="scheduler")
+    noises = DDPMScheduler.from_pretrained(arguments.model, subfolder="scheduler")  # type: ignore[no-untyped-call]
     optimizer = torch.optim.AdamW(unet.parameters(), lr=1e-4, betas=(0.9, 0.999), weight_decay=1e-2, eps=1e-8)
     schedule = get_scheduler("constant", optimizer=optimizer)
     loader: DataLoader[dict[str, Tensor]] = DataLoader(
@@ -84,8 +85,8 @@ def encoded(model: Path, images: Path, batch: int, accelerator: Accelerator) -> 
     ]
     for encoder in encoders:
         encoder.requires_grad_(False)
-        encoder.to(accelerator.device, torch.bfloat16)
-    vae = AutoencoderKL.from_pretrained(model, subfolder="vae")
+        encoder.to(accelerator.device, torch.bfloat16 if accelerator.mixed_precision == "bf16" else torch.float32)
+    vae = AutoencoderKL.from_pretrained(model, subfolder="vae")  # type: ignore[no-untyped-call]
     vae.requires_grad_(False)
     samples: list[dict[str, Tensor]] = []
     paths = sorted(images.glob("*.png"))

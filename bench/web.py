@@ -10,21 +10,26 @@ import shutil
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import httpx2
 from run import Result, paired
+from sizes import sized
 
-RUNS = 40
-ROUNDS = 7
+if TYPE_CHECKING:
+    from playwright.sync_api import Request
+
+RUNS = sized(40, short=2)
+ROUNDS = sized(7, short=1)
 GOAL_MS = 300.0
 CHROMIUM = shutil.which("chromium")
 
 
 def measure() -> list[Result]:
     sys.path.insert(0, str(Path(__file__).parents[1] / "plugins/webui/tests"))
-    from conftest import Runs, Server  # type: ignore[import-not-found]
+    from conftest import Runs, Server
 
     with tempfile.TemporaryDirectory() as name:
         root = Path(name) / "runs"
@@ -51,6 +56,10 @@ def in_server(server: Any) -> Result:
     return paired(f"web: the page of {RUNS} runs, server", seconds, [1.0] * ROUNDS, unit="CPU ms", goal=GOAL_MS)
 
 
+def note(asked: list[str], request: Request) -> None:
+    asked.append(request.url)
+
+
 def in_browser(server: Any) -> list[Result]:
     """Milliseconds from the navigation to the end of loading, and requests."""
     if CHROMIUM is None:
@@ -64,7 +73,7 @@ def in_browser(server: Any) -> list[Result]:
             context = browser.new_context()
             page = context.new_page()
             asked: list[str] = []
-            page.on("request", lambda request, asked=asked: asked.append(request.url))
+            page.on("request", partial(note, asked))
             page.goto(server.link)
             page.wait_for_load_state("load")
             times.append(page.evaluate("performance.getEntriesByType('navigation')[0].domContentLoadedEventEnd"))

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import uvicorn
 from run import Result, paired
+from sizes import sized
 
 from smalti.rundir import RunDirectory, acquire
 from smalti_webui.runs.following import Follower
@@ -25,8 +26,8 @@ from smalti_webui.server.app import create_app
 from smalti_webui.server.serve import configuration, listen
 from smalti_webui.server.settings import Settings
 
-EVENTS = 50_000
-PAIRS = 5
+EVENTS = sized(50_000, short=500)
+PAIRS = sized(5, short=1)
 _FIELDS = {
     "max_steps": EVENTS,
     "epoch": 3,

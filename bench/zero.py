@@ -9,16 +9,16 @@ import tempfile
 from pathlib import Path
 
 from run import Result, paired
-from shard import checkpoint_times
+from shard import IMPORTS, checkpoint_times
 
-from smalti_testing import two_processes
+from support.forked_ranks import forked_processes
 
 
 def measure() -> list[Result]:
-    with two_processes(ranks=2, group=False, seconds=600) as two, tempfile.TemporaryDirectory() as folder:
+    with forked_processes(ranks=2, group=False, seconds=600, imports=IMPORTS) as two, tempfile.TemporaryDirectory() as folder:
         kept = {stage: two.run(checkpoint_times, stage, Path(folder))[0] for stage in (2, 3)}
     return [
-        paired(f"zero: {act} under ZeRO {stage}, ours over DeepSpeed's", *found[act], unit="s", goal=1.5)
+        paired(f"zero: {act} under ZeRO {stage}, ours over DeepSpeed's", *found[act], unit="s", goal=1.5, precision="fp32")
         for stage, found in kept.items()
         for act in ("save", "load")
     ]

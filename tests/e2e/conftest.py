@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -17,6 +18,7 @@ from PIL import Image, ImageDraw
 from smalti.launch.launcher import kill_tree
 from smalti.rundir.directory import RunDirectory
 from support.forked_popen import ForkedPopen, run_executed, run_forked
+from support.processes import send_signal, workers
 from support.warm_processes import warm_processes
 
 PROBE = Path(__file__).parent / "probe"
@@ -176,18 +178,13 @@ class Started:
         """`kill -9` of the launcher and every process below it, none of which can say goodbye; until all are gone."""
         parent = psutil.Process(self.process.pid)
         processes = [parent, *parent.children(recursive=True)]
-        for process in processes:
-            process.kill()
+        send_signal(signal.SIGKILL, processes)
         psutil.wait_procs(processes, timeout=60)
         self.process.wait()
 
     def workers(self) -> dict[int, psutil.Process]:
         """The processes of the ranks, by rank."""
-        family = psutil.Process(self.process.pid).children(recursive=True)
-        ranks = [
-            each for each in family if "smalti.launch.worker" in each.cmdline() and "smalti.launch.agent" not in each.cmdline()
-        ]
-        return {int(each.environ()["RANK"]): each for each in ranks}
+        return workers(self.process.pid)
 
     def wait(self) -> tuple[int, str]:
         """Its exit code and all that it printed."""

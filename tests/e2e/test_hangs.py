@@ -8,6 +8,7 @@ import pytest
 from smalti.checkpoint.format.store import CheckpointStore
 from smalti.checkpoint.format.verification import verify
 from smalti.rundir import read_events
+from support.processes import living
 
 ENDLESS = {"max_train_steps": 100_000, "train_batch_size": 2, "use_ema": True, "checkpoints_total_limit": 2}
 
@@ -32,7 +33,7 @@ def test_a_rank_that_hangs_is_named_and_ended_after_the_state_was_saved(tmp_path
     assert "did not answer: it is stopped" in last
     assert f"step {entry.step} from rank {saver} before leaving: {entry.path}" in last or "was saved before" in last
     assert verify(entry.path).ok
-    assert not [each for each in family if each.is_running() and each.status() != psutil.STATUS_ZOMBIE]
+    assert not living(family)
 
 
 def test_a_hang_is_reported_with_stacks_and_the_rank_that_is_awaited_long_before_the_run_ends(tmp_path, start):

@@ -8,6 +8,8 @@ import sys
 import psutil
 import pytest
 
+from support.processes import send_signal
+
 
 @pytest.fixture(scope="module")
 def port() -> int:
@@ -43,8 +45,7 @@ def test_a_signal_to_all_processes_of_one_machine_stops_both(start, tmp_path, op
     machines = [start(tmp_path / "run", machine_rank=machine, **options) for machine in (1, 0)]
     machines[1].wait_for_step(2)
     process = psutil.Process(machines[0].process.pid)
-    for each in (process, *process.children(recursive=True)):
-        each.send_signal(signal.SIGTERM)
+    send_signal(signal.SIGTERM, (process, *process.children(recursive=True)))
     ends = [machine.wait() for machine in machines]
     assert [code for code, _ in ends] == [6, 6], ends
     assert list((tmp_path / "run" / "checkpoints").glob("step-*/manifest.json"))

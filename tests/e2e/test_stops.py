@@ -15,16 +15,13 @@ import pytest
 from smalti.checkpoint.format.store import CheckpointStore
 from smalti.rundir.directory import RunDirectory
 from support.forked_popen import run_forked
+from support.processes import commands, living, send_signal
 
 ENDLESS = {"max_train_steps": 100_000, "train_batch_size": 4, "validation_prompt": "circle number 1"}
 
 
 def smalti(*words: object) -> subprocess.CompletedProcess:
     return run_forked([sys.executable, "-m", "smalti", *map(str, words)])
-
-
-def still_there(processes: list[psutil.Process]) -> list[psutil.Process]:
-    return [each for each in processes if each.is_running() and each.status() != psutil.STATUS_ZOMBIE]
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -95,14 +92,13 @@ def test_the_second_interrupt_ends_every_process_at_once(tmp_path, start):
     run = start(tmp_path / "run", **ENDLESS, num_processes=2)
     run.wait_for_step(3)
     family = psutil.Process(run.process.pid).children(recursive=True)
-    for process in family:
-        process.suspend()  # so that the first signal cannot be obeyed
+    send_signal(signal.SIGSTOP, family)  # so that the first signal cannot be obeyed
     run.process.send_signal(signal.SIGINT)
     assert any("press Ctrl-C again" in line for line in run.process.stdout)
     run.process.send_signal(signal.SIGINT)
     code, _ = run.wait()
     assert code == 130
-    assert not still_there(family)
+    assert not living(family)
 
 
 def test_many_signals_within_moments_are_one_stop_that_saves(tmp_path, start):
@@ -147,7 +143,7 @@ def test_a_rank_that_is_killed_is_named_with_the_signal_and_nothing_is_left_runn
     assert code == 9, output
     assert "rank 1 was killed by SIGKILL" in last
     assert "saved step" in output.partition(last)[2]
-    assert not still_there(family)
+    assert not living(family)
 
 
 def test_a_run_whose_launcher_is_killed_saves_and_leaves(tmp_path, start):
@@ -156,7 +152,7 @@ def test_a_run_whose_launcher_is_killed_saves_and_leaves(tmp_path, start):
     family = psutil.Process(run.process.pid).children(recursive=True)
     run.process.kill()
     psutil.wait_procs(family, timeout=60)
-    assert not still_there(family)
+    assert not living(family)
     assert CheckpointStore(tmp_path / "run/checkpoints").latest() is not None
 
 
@@ -164,11 +160,11 @@ def test_ranks_are_waited_for_when_the_process_that_started_them_is_killed(tmp_p
     run = start(tmp_path / "run", **ENDLESS, num_processes=2)
     run.wait_for_step(3)
     family = psutil.Process(run.process.pid).children(recursive=True)
-    next(each for each in family if "smalti.launch.agent" in each.cmdline()).kill()
+    next(each for each, words in commands(family) if "smalti.launch.agent" in words).kill()
     code, output = run.wait()
     assert code == 9, output
     assert "the process that starts the ranks was killed by SIGKILL; preempted at step" in output
-    assert not still_there(family)
+    assert not living(family)
     assert CheckpointStore(tmp_path / "run/checkpoints").latest() is not None
 
 
@@ -177,8 +173,7 @@ def test_a_signal_to_every_process_of_a_run_is_one_agreed_stop(tmp_path, start, 
     run = start(tmp_path / "run", **ENDLESS, num_processes=2)
     run.wait_for_step(3)
     parent = psutil.Process(run.process.pid)
-    for process in (parent, *parent.children(recursive=True)):
-        process.send_signal(number)
+    send_signal(number, (parent, *parent.children(recursive=True)))
     code, output = run.wait()
     latest = CheckpointStore(tmp_path / "run/checkpoints").latest()
     assert code == 6, output

@@ -9,7 +9,6 @@ import time
 from pathlib import Path
 from random import Random
 
-import psutil
 import torch
 
 from smalti.checkpoint.format.manifest import SUSPECT
@@ -20,6 +19,7 @@ from smalti.system import kill_tree
 from smalti.training.failures.faults import is_fault
 from smalti.training.failures.out_of_memory import is_out_of_memory
 from smalti.training.hangs.stragglers import Stragglers
+from support.processes import workers
 from support.warm_processes import warm_processes
 
 from .runs import OPTIONS, pictures, start, tail
@@ -164,12 +164,7 @@ def _pause(report: Report, place: Path, process: subprocess.Popen[bytes], victim
     while time.monotonic() < deadline and sum(each.kind == "step" for each in read_events(events)) < 10:
         time.sleep(0.1)
     time.sleep(delay)
-    family = psutil.Process(process.pid).children(recursive=True)
-    ranks = {
-        int(each.environ()["RANK"]): each
-        for each in family
-        if "smalti.launch.worker" in each.cmdline() and "smalti.launch.agent" not in each.cmdline()
-    }
+    ranks = workers(process.pid)
     ranks[victim].send_signal(signal.SIGSTOP)
     report.faults += 1
     told = f"SIGSTOP of rank {victim} of {len(ranks)}"

@@ -17,6 +17,7 @@ from smalti.checkpoint.format.safetensors_reader import TensorFiles
 from smalti.checkpoint.format.store import CheckpointStore
 from smalti.checkpoint.format.verification import verify
 from smalti.system import kill_tree
+from support.processes import living, workers
 
 from .subject import Report
 
@@ -126,12 +127,9 @@ def _resumed(
 def kill(chance: Random, process: subprocess.Popen[bytes], ranks: int) -> None:
     """SIGKILL to everything of a run, or to one of several ranks, after which the others have to end by themselves."""
     try:
-        family = psutil.Process(process.pid).children(recursive=True)
-        workers = [
-            each for each in family if "smalti.launch.worker" in each.cmdline() and "smalti.launch.agent" not in each.cmdline()
-        ]
-        if ranks > 1 and workers and chance.random() < 0.5:
-            chance.choice(workers).kill()
+        found = list(workers(process.pid).values())
+        if ranks > 1 and found and chance.random() < 0.5:
+            chance.choice(found).kill()
             process.wait(120)
             return
     except psutil.NoSuchProcess:
@@ -185,7 +183,7 @@ def _stopped(chance: Random, place: Path, ranks: int, number: signal.Signals, *,
         return report
     report.expect(code == (6 if number is signal.SIGTERM else 130), f"{told}: exit code {code}: {tail(place, 'run')}")
     time.sleep(0.2)
-    left = [each for each in family if each.is_running() and each.status() != psutil.STATUS_ZOMBIE]
+    left = living(family)
     report.expect(not left, f"{told}: {len(left)} processes are left")
     newest = CheckpointStore(place / "run" / "checkpoints").latest()
     report.expect(newest is not None, f"{told}: no whole checkpoint")

@@ -3,6 +3,7 @@
 import json
 import re
 import tomllib
+from functools import cache
 
 import diffusers
 import pytest
@@ -71,7 +72,8 @@ def model():
                 made[family] = getattr(diffusers, name).from_config(config)
         return made[family]
 
-    return give
+    yield give
+    layers.cache_clear()
 
 
 @pytest.fixture(scope="module")
@@ -113,8 +115,9 @@ def onetrainer(family, **keys):
     return {"model_type": ONETRAINER[family][0], "training_method": "LORA", "lora_rank": RANK, "workspace_dir": "x", **keys}
 
 
+@cache
 def layers(model):
-    """Linear layers and convolutions."""
+    """Linear layers and convolutions. Asked for by every name of a layer."""
     return {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear | nn.Conv2d)}
 
 

@@ -6,10 +6,10 @@ import sys
 import time
 from datetime import UTC, datetime, timedelta
 
-import psutil
 import pytest
 
 from smalti_testing import juicefs, seaweed
+from support.processes import lives
 
 
 @pytest.fixture(scope="module")
@@ -81,6 +81,6 @@ with juicefs(Path({str(tmp_path)!r})) as store:
     os.kill(os.getpid(), signal.SIGKILL)"""
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
     server, deadline = int(done.stdout), time.monotonic() + 20
-    while psutil.pid_exists(server) and psutil.Process(server).status() != psutil.STATUS_ZOMBIE:
+    while lives(server):
         assert time.monotonic() < deadline, "the server goes on without its parent"
         time.sleep(0.02)

@@ -26,6 +26,8 @@ from typing import Self
 
 import psutil
 
+from support.processes import living
+
 from .forked_commands import module_of
 from .host import LONGEST
 
@@ -183,7 +185,7 @@ class Cluster:
             with suppress(OSError, psutil.Error):
                 if Path(f"/proc/{each.pid}/ns/pid").stat().st_ino == inner and each.pid != self._first(node):
                     found.append(each)
-        return [each for each in found if each.is_running() and each.status() != psutil.STATUS_ZOMBIE]
+        return living(found)
 
     def leftovers(self, seconds: float = 5) -> list[str]:
         """The commands of the processes that are still there after this time, of all nodes."""

@@ -18,6 +18,7 @@ from smalti.checkpoint import CheckpointStore, verify
 from smalti.rundir import read_events
 from support.nodes import Cluster, forbidden
 from support.nodes.runs import Run
+from support.processes import commands
 
 from ..phases import images
 from ..subject import Report
@@ -112,7 +113,7 @@ class Scene:
 
 def _only(scene: Scene, node: int, module: str) -> list[psutil.Process]:
     """The processes of a node that run this module of smalti."""
-    return [each for each in scene.cluster.processes(node) if f"smalti.{module}" in each.cmdline()[1:4]]
+    return [each for each, words in commands(scene.cluster.processes(node)) if f"smalti.{module}" in words[1:4]]
 
 
 def link_cut(scene: Scene) -> None:

@@ -12,7 +12,7 @@ from smalti.cli.arguments import CommandLine
 from smalti.cli.entry import smalti
 from smalti.errors import UserError
 from smalti.parallel import device_models
-from smalti.plugins import choose_distributed, load_plugins
+from smalti.plugins import choose_distributed
 
 CRASHES = {
     "exit": (
@@ -68,8 +68,8 @@ def test_flags_of_each_way_switch_off_what_the_configuration_has_chosen():
         for way in found["ranks"]["2"]:
             own = [word for word in chosen if word.startswith(("--fsdp", "--deepspeed"))]
             words = [word for word in shlex.split(way["flags"]) if not word.startswith("--fsdp_shard_size")]
-            config = CommandLine.parse([*TOY, *own, *words]).config()
-            name = choose_distributed(config, load_plugins()).origin.plugin
+            line = CommandLine.parse([*TOY, *own, *words])
+            name = choose_distributed(line.config(), line.plugins).origin.plugin
             assert way["strategy"].startswith({"ddp": "ddp", "fsdp2": "fsdp2", "deepspeed": "zero"}[name])
 
 

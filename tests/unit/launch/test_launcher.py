@@ -23,6 +23,7 @@ from smalti.system import kill_tree
 from smalti.system.exit_reports import ExitReport, UnreturnedHook, preallocate, read_exit_reports
 from smalti.system.process import Process
 from smalti.types import DistributedPlan
+from support.processes import lives, send_signal
 
 DDP = DistributedPlan(name="ddp", title="DDP", parallel="smalti.builtin.ddp_parallel:DdpParallel", fallback=True)
 LEAVE_WORD = """
@@ -330,8 +331,7 @@ class Host:
             time.sleep(0.02)
 
     def child_lives(self) -> bool:
-        pid = int(Path(f"{self.worker}.child").read_text())
-        return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+        return lives(int(Path(f"{self.worker}.child").read_text()))
 
     def verdict(self) -> tuple[int, str]:
         out, self.error = self.process.communicate(timeout=60)
@@ -437,8 +437,7 @@ def test_the_folder_of_a_killed_launch_goes_with_a_later_one_and_nothing_else_do
     done = plan("leave(0, 0, 'done')")
     run_workers(done, directory)
     used = folder.exists()
-    for each in family:
-        each.kill()
+    send_signal(signal.SIGKILL, family)
     psutil.wait_procs(family, timeout=60)
     running.process.communicate()
 

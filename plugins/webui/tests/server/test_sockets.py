@@ -26,6 +26,7 @@ from smalti import UserError
 from smalti_webui.server import security, serve
 from smalti_webui.server.processes import run_cli
 from smalti_webui.server.serve import listen
+from support.processes import commands
 
 FORM = "Content-Type: application/x-www-form-urlencoded"
 
@@ -135,10 +136,6 @@ def test_a_port_that_is_taken_is_an_error_with_another_one(served: Any) -> None:
         listen("no.such.host.invalid", 0)
 
 
-def children() -> list[list[str]]:
-    return [child.cmdline() for child in psutil.Process().children(recursive=True) if child.status() != psutil.STATUS_ZOMBIE]
-
-
 def wait_until(condition: Callable[[], bool]) -> None:
     while not condition():
         time.sleep(0.05)
@@ -159,7 +156,7 @@ def test_a_command_ends_when_the_browser_goes_away_unless_it_changes_something(s
     served.app.add_api_route("/change", change)
 
     def running() -> int:
-        return sum(waits[-1] in words for words in children())
+        return sum(waits[-1] in words for _, words in commands(psutil.Process().children(recursive=True)))
 
     port = served.settings.port
     with session(served) as client:
