@@ -208,7 +208,7 @@ class ModelFamily:
 
     # --- sizes and costs --------------------------------------------------------------------------------------------
 
-    def frozen_storage(self, model: nn.Module) -> Sequence[FrozenStorage]:
+    def frozen_storage(self, model: nn.Module) -> list[FrozenStorage]:
         """How frozen weights are kept once they are loaded, then ways that take less. By default they stay parameters.
 
         `model` is that of `build_model`, with or without weights. For estimates of memory.
