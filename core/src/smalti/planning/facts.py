@@ -85,6 +85,6 @@ class ModelFacts:
         """What `as_json` returned. Raises TypeError or KeyError for anything else."""
         sample = dict(cast(Mapping[str, object], values["sample"]))
         blocks = tuple(BlockFacts(**each) for each in cast(list[dict[str, int]], sample.pop("blocks")))  # type: ignore[arg-type]
-        frozen, *smaller = (FrozenStorage(**each) for each in (values["frozen"], *values["smaller"]))  # type: ignore[arg-type, misc]
-        made = {"sample": SampleFacts(**sample, blocks=blocks), "frozen": frozen, "smaller": tuple(smaller)}
+        frozen, *smaller = (FrozenStorage(**each) for each in (values["frozen"], *values["smaller"]))  # type: ignore[misc]
+        made = {"sample": SampleFacts(**sample, blocks=blocks), "frozen": frozen, "smaller": tuple(smaller)}  # type: ignore[arg-type]
         return cls(**{**values, **made})  # type: ignore[arg-type]
