@@ -54,7 +54,7 @@ def test_zero_with_its_optimizer_offloaded_is_rehearsed_without_what_it_compiles
     zero = json.dumps({"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu", "pin_memory": True}}})
     words = as_words({**COMMON, "mixed_precision": "bf16", "instance_data_dir": tmp_path, "output_dir": tmp_path / "run"})
     command_line = CommandLine.parse(words)
-    candidate = Candidate(strategy="deepspeed", stage=3, offload=True, options={"deepspeed_config": zero})
+    candidate = Candidate(strategy="deepspeed", options={"deepspeed_config": zero})
     device = device_models()["h100-80g"]
     rehearsal = rehearse(command_line.config(), command_line.plugins, device, candidate, ranks=8, rank=3)
     assert rehearsal.error is None

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from smalti import Communication, Strategy
+from smalti import Communication, FrozenStorage, Strategy
 from smalti.parallel import device_models
 from smalti.planning import ModelFacts, RunFacts
 from smalti.planning.facts import BlockFacts, SampleFacts
@@ -13,7 +13,7 @@ MODEL = ModelFacts(
     family="made up",
     parameters=2**32 + 2**20,
     trained=2**32 + 2**20,
-    frozen_bytes=0,
+    frozen=FrozenStorage(bytes=0),
     buffers=0,
     largest=2**24,
     outside=2**20,

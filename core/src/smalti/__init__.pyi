@@ -34,6 +34,7 @@ from .types import (
     FaultAction as FaultAction,
     Finding as Finding,
     FindingLevel as FindingLevel,
+    FrozenStorage as FrozenStorage,
     GpuFault as GpuFault,
     MetadataEntry as MetadataEntry,
     OptimizerEntry as OptimizerEntry,

@@ -3,6 +3,8 @@
 import copy
 import shutil
 import sys
+import weakref
+from types import SimpleNamespace
 
 import pytest
 import tiny
@@ -11,8 +13,10 @@ from adapters import make_adapter
 from click.testing import CliRunner
 from safetensors import safe_open
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
-from smalti import ConfigError, UserError
+from smalti import ConfigError, FrozenStorage, UserError, World
 from smalti.checkpoint.conversion.export_folder import TrainedWeights
 from smalti.checkpoint.conversion.formats import OwnCheckpoint
 from smalti.cli.checkpoint import checkpoint
@@ -21,8 +25,9 @@ from smalti.models.weights import materialise, without_weights
 from smalti.plugins.discovery import load_plugins
 from smalti.plugins.lookup import check_sharding, choose_distributed, find_family
 from smalti.plugins.schema import check, schema_of
+from smalti.training.failures.out_of_memory import memory_use
 from smalti_diffusers.lora.assistant import ASSISTANT
-from smalti_diffusers.lora.quantisation import QuantisedLinear, check_device
+from smalti_diffusers.lora.quantisation import QuantisedLinear, _restored as restored, check_device, quantise, storage
 from smalti_diffusers.lora.strength import adapter_scaled
 from smalti_testing.family_subject import CAPTIONS, FamilySubject
 
@@ -221,3 +226,63 @@ def test_a_model_without_a_layer_that_fits_is_refused(base):
 def test_devices_without_fp8_refuse_it():
     with pytest.raises(UserError, match="MPS"):
         check_device("fp8-torchao", "mps")
+
+
+class Restoring(TorchDispatchMode):
+    """The most bytes that results of operations take at one moment, but for those that share the memory of `given`."""
+
+    def __init__(self, given) -> None:
+        super().__init__()
+        self.most, self._given, self._live = 0, given, {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        for made in (each.untyped_storage() for each in tree_leaves(result) if type(each) is torch.Tensor):
+            if made.data_ptr() not in self._given and made._cdata not in self._live:
+                self._live[made._cdata] = made.nbytes()
+                weakref.finalize(made, self._live.pop, made._cdata, None)
+        self.most = max(self.most, sum(self._live.values()))
+        return result
+
+
+def parts(weight):
+    """The tensors that a quantised weight consists of."""
+    names = weight.__tensor_flatten__()[0] if hasattr(weight, "__tensor_flatten__") else ()
+    return [part for name in names if (part := getattr(weight, name)) is not None]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("precision", ERRORS)
+def test_the_bytes_of_a_quantised_layer_are_known_before_it_is_quantised(precision, dtype):
+    block = nn.Sequential(nn.Linear(256, 1024, bias=False, dtype=dtype)).requires_grad_(False)
+    model = quantise(nn.ModuleList([block]), ["Sequential"], precision)
+    [before] = storage(model, ["Sequential"], precision, FrozenStorage(bytes=model[0][0].weight.nbytes))
+    model[0][0].weights_loaded()
+    weight = model[0][0].weight
+    held = sum(part.nbytes for part in parts(weight))
+    [after] = storage(model, ["Sequential"], precision, FrozenStorage(bytes=0))
+    with Restoring({part.untyped_storage().data_ptr() for part in parts(weight)}) as restoring:
+        restored(weight)
+    assert (before, before.bytes) == (after, held)
+    assert before.restoring == pytest.approx(restoring.most, rel=0.02)
+
+
+@pytest.mark.parametrize("precision", ["int8-torchao", "fp8-torchao"])
+def test_the_frozen_weights_of_a_model_are_counted_as_they_are_stored(base, precision):
+    made = family(base, f"--base_model_precision={precision}")
+    with without_weights():
+        unloaded = made.build_model()
+    loaded = materialised(made)
+    trained = sum(each.nbytes for each in loaded.parameters() if each.requires_grad)
+    counted = [made.frozen_storage(model)[0].bytes for model in (unloaded, loaded)]
+    assert counted == [size(loaded) - trained] * 2
+
+
+def test_an_error_of_memory_counts_quantised_weights_as_frozen_ones(base):
+    (config, _), made = configured(base, "--model_type=lora", "--lora_rank=2", INT8), family(base, INT8)
+    model = materialised(made)
+    trained = [each for each in model.parameters() if each.requires_grad]
+    parallel = SimpleNamespace(unwrap=lambda model: model, local_communicator=lambda: None)
+    run = SimpleNamespace(parallel=parallel, model=model, optimizer=torch.optim.AdamW(trained), ema=None, family=made)
+    use = memory_use(MemoryError(), config, World(), run)
+    assert use.frozen == size(model) - sum(each.nbytes for each in trained)

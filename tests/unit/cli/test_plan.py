@@ -12,6 +12,7 @@ from smalti.cli.arguments import CommandLine
 from smalti.cli.entry import smalti
 from smalti.errors import UserError
 from smalti.parallel import device_models
+from smalti.planning import STEPS
 from smalti.plugins import choose_distributed
 
 CRASHES = {
@@ -71,6 +72,39 @@ def test_flags_of_each_way_switch_off_what_the_configuration_has_chosen():
             line = CommandLine.parse([*TOY, *own, *words])
             name = choose_distributed(line.config(), line.plugins).origin.plugin
             assert way["strategy"].startswith({"ddp": "ddp", "fsdp2": "fsdp2", "deepspeed": "zero"}[name])
+
+
+@pytest.mark.parametrize(
+    ("chosen", "strategy", "recompute"),
+    [
+        ("--fsdp_enable --gradient_checkpointing", "hsdp-2", "full"),
+        ("--fsdp_enable --fsdp_activation_checkpointing", "hsdp-2", "full"),
+        ("--fsdp_enable --fsdp_activation_checkpointing --fsdp_activation_checkpointing_mode=selective", "hsdp-2", "selective"),
+        ("--fsdp_enable --fsdp_activation_checkpointing_mode=selective", "hsdp-2", "none"),
+        ("--fsdp_enable --gradient_checkpointing --fsdp_shard_size=4 --fsdp_cpu_offload", "fsdp2-offload", "full"),
+        ("--fsdp_enable --gradient_checkpointing --fsdp_version=1 --fsdp_shard_size=4", "fsdp2", "full"),
+        ("--gradient_checkpointing", "ddp", "full"),
+        ('--gradient_checkpointing --deepspeed_config=\'{"zero_optimization": {"stage": 2}}\'', "zero-2", "full"),
+        ("", "ddp", "none"),
+    ],
+)
+def test_the_configured_way_recomputes_as_the_options_say(chosen, strategy, recompute):
+    words = ["--gpu=l4", "--nodes-of=2", "--num_processes=4", "--train_batch_size=1", *shlex.split(chosen)]
+    own = json.loads(planned(*words, "--json").output)["configured"]
+    assert (own["strategy"], own["recompute"]) == (strategy, recompute)
+    assert CommandLine.parse([*TOY, *words[2:], *shlex.split(own["flags"])]).config().problems == ()
+
+
+def test_a_deprecated_strategy_is_named_with_its_replacement():
+    words = ["--fsdp_enable", "--num_processes=4", "--train_batch_size=1"]
+    for version in (1, 2):
+        notices = json.loads(planned("--gpu=l4", *words, f"--fsdp_version={version}", "--json").output)["notices"]
+        assert any("FSDP 1 is deprecated; --fsdp_version=2" in each for each in notices) == (version == 1)
+
+
+def test_the_help_says_how_many_steps_are_measured():
+    help_text = " ".join(CliRunner().invoke(smalti, ["plan", "--help"]).output.split())
+    assert (STEPS, "Train thirteen real steps" in help_text) == (13, True)
 
 
 def test_the_keys_of_json_are_those_of_the_documentation():

@@ -16,6 +16,12 @@ from smalti.parallel import device_model_of, device_models
         ("NVIDIA A100-SXM4-40GB", "a100-40g"),
         ("NVIDIA L40", "l40"),
         ("NVIDIA GeForce RTX 5090", "rtx5090"),
+        ("NVIDIA GeForce RTX 3060", "rtx3060"),
+        ("NVIDIA GeForce RTX 4060 Ti", "rtx4060ti-16g"),
+        ("NVIDIA GeForce RTX 5070", "rtx5070"),
+        ("NVIDIA GeForce RTX 5070 Ti", "rtx5070ti"),
+        ("Tesla T4", "t4"),
+        ("NVIDIA RTX A6000", "a6000"),
         ("AMD Instinct MI300X VF", "mi300x"),
     ],
 )
@@ -29,6 +35,6 @@ def test_every_entry_is_plausible():
         assert re.fullmatch(r"[a-z0-9-]+", name)
         stated = int(re.search(r"(\d+) GB", model.title)[1])
         assert 0.87 * stated < model.memory / 2**30 < stated, name
-        assert model.peaks["bf16"] >= model.peaks["tf32"] >= model.peaks["fp32"] > 1e13, name
+        assert model.peaks["bf16"] >= model.peaks["tf32"] >= model.peaks["fp32"] > 5e12, name
         assert 2e11 < model.memory_bandwidth < 1e13, name
         assert model.network_bandwidth <= model.host_bandwidth <= model.link_bandwidth < model.memory_bandwidth, name

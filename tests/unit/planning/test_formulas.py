@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from smalti import World
+from smalti import FrozenStorage, World
 from smalti.errors import UserError
 from smalti.planning import choices
 from smalti.planning.choices import estimate, micro_batches
@@ -84,6 +84,30 @@ def test_ways_that_fit_come_first_and_the_fastest_of_them_first():
     fitting = [each.seconds for each in found if each.fit.level == "fits"]
     assert fitting == sorted(fitting)
     assert len(fitting) > 1
+
+
+def test_frozen_weights_that_are_kept_in_less_are_offered_where_nothing_fits_and_the_strategy_divides_nothing():
+    frozen = FrozenStorage(bytes=100 * 2**30)
+    small = FrozenStorage(options={"kept": "small"}, bytes=2**30, restoring=2**28)
+    model = replace(MODEL, frozen=frozen, smaller=(small,))
+    one = World(size=1, local_size=1, device="cuda:0")
+    strategies = [replace(WHOLE, offloaded=frozenset(("state", "gradients"))), replace(sharded(1), name="one shard")]
+
+    def offered(memory):
+        device = replace(H100, memory=int(memory * 2**30))
+        found = choices(model, replace(RUN, effective_batch=1), strategies, device, one)
+        return {each.strategy.name: each for each in found if each.candidate.recompute == "full"}
+
+    found = offered(60)
+    assert set(found) == {"whole", "one shard", "whole-small"}
+    assert found["whole-small"].options["kept"] == "small"
+    assert found["whole"].counted.peak.total - found["whole-small"].counted.peak.total == 99 * 2**30 - 2**28
+    assert set(offered(500)) == {"whole", "one shard"}, "what fits needs none"
+
+
+def test_a_model_that_cannot_be_sharded_has_no_strategy_that_divides_it():
+    found = choices(replace(MODEL, indivisible=True), RUN, [WHOLE, sharded(8)], H100, World(size=8, local_size=8))
+    assert {each.strategy.name for each in found} == {"whole"}
 
 
 def test_ranks_share_a_save_whoever_holds_copies():

@@ -156,7 +156,9 @@ def _checked(config: Config, plugins: Plugins, *, thorough: bool, fetch: bool) -
             checks.run(lambda: _model(config, plugins, family, distributed, checkpoint))
     if checks.problems or not (distributed and family and loss):
         return checks, None
-    made = CheckedRun(distributed=distributed, family=family, loss=loss, checkpoint=checkpoint, notices=notices)
+    made = CheckedRun(
+        distributed=distributed, family=family, loss=loss, checkpoint=checkpoint, notices=(*distributed.notices, *notices)
+    )
     return checks, made
 
 

@@ -28,6 +28,7 @@ from smalti.errors import UserError
 from smalti.models.context_parallel import ContextPlan
 from smalti.models.size_conditioning import SizeConditioning
 from smalti.models.weights import SeededWeights, Weights
+from smalti.types import FrozenStorage
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -206,6 +207,13 @@ class ModelFamily:
         return {}
 
     # --- sizes and costs --------------------------------------------------------------------------------------------
+
+    def frozen_storage(self, model: nn.Module) -> list[FrozenStorage]:
+        """How frozen weights are kept once they are loaded, then ways that take less. By default they stay parameters.
+
+        `model` is that of `build_model`, with or without weights. For estimates of memory.
+        """
+        return [FrozenStorage(bytes=sum(each.nbytes for each in model.parameters() if not each.requires_grad))]
 
     def image_tokens(self, width: int, height: int) -> int:
         """The length of the sequence that the model attends over for an image of this size in pixels, texts not counted.

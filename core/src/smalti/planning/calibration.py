@@ -1,4 +1,4 @@
-"""Ten real steps on the devices at hand, and what they say about the formulas. Imports no torch.
+"""Thirteen real steps on the devices at hand, and what they say about the formulas. Imports no torch.
 
 Steps of one way to train do not say how fast others are: what is sent, stepped and dispatched is measured by itself, and the
 steps give what is left, the products.
@@ -31,9 +31,9 @@ from smalti.rundir import RunDirectory
 from smalti.system import kill_tree
 
 CACHE = "plan-calibrations"
-STEPS = 10
+STEPS = 13
 _WARM_UP = 3
-"""Steps that are left out: compilation, first allocations."""
+"""Of these the first ones are left out: compilation, first allocations."""
 _RANGE = 1.25
 """What remains uncertain about other strategies and batches, as a factor in both directions."""
 _LEAST, _MOST = 1e-4, 100.0
@@ -126,15 +126,14 @@ def fitted(
 
 def _measured(arguments: Sequence[str], folder: Path) -> tuple[float, int]:
     """Median seconds of a step, and the peak memory in bytes."""
-    steps = _WARM_UP + STEPS
-    own = (f"--output_dir={folder / 'run'}", f"--max_train_steps={10 * steps}", "--log_interval=1", "--memory_forecast=off")
+    own = (f"--output_dir={folder / 'run'}", f"--max_train_steps={10 * STEPS}", "--log_interval=1", "--memory_forecast=off")
     directory = RunDirectory(folder / "run")
     with (folder / "output").open("w+b") as output:
         process = subprocess.Popen(
             [sys.executable, "-m", "smalti", "train", *arguments, *own], stdout=output, stderr=output, start_new_session=True
         )
         try:
-            while len(found := directory.recent_steps(steps)) < steps:
+            while len(found := directory.recent_steps(STEPS)) < STEPS:
                 if process.poll() is not None:
                     output.seek(0)
                     text = output.read().decode(errors="replace").strip()[-_SHOWN:]

@@ -17,14 +17,8 @@ from smalti.planning.formulas.run_facts import RunFacts
 from smalti.planning.formulas.time import FAST, SLOW, Efficiency, StepTime, time_of
 from smalti.planning.records import Candidate, Rehearsal, RehearsalError, Traffic
 from smalti.plugins import Plugins
-from smalti.types import Communication, Recompute, Strategy, World
+from smalti.types import Communication, FrozenStorage, Recompute, Strategy, World
 
-_COLLECTIVES = {
-    "all-gather": "all_gather",
-    "reduce-scatter": "reduce_scatter",
-    "all-reduce": "all_reduce",
-    "broadcast": "broadcast",
-}
 _ORDER = {"fits": 0, "tight": 1, "does not fit": 2}
 
 
@@ -86,14 +80,23 @@ def choices(
 ) -> list[Choice]:
     """All ways that the formulas know, the best first. Raises UserError if no number of samples per rank keeps the batch.
 
-    `efficiencies` are the ends of the range of times, the faster one first.
+    `efficiencies` are the ends of the range of times, the faster one first. Where nothing fits, frozen weights may be kept
+    in less.
     """
-    found = [
-        estimate(model, run, strategy, recompute, micro, device, world, efficiencies)
-        for strategy in strategies
-        for recompute in strategy.recompute
-        for micro in micro_batches(run.effective_batch, world.size // strategy.context)
-    ]
+    whole = [each for each in strategies if not each.divided]
+
+    def ways(model: ModelFacts, strategies: Sequence[Strategy]) -> list[Choice]:
+        return [
+            estimate(model, run, strategy, recompute, micro, device, world, efficiencies)
+            for strategy in strategies
+            for recompute in strategy.recompute
+            for micro in micro_batches(run.effective_batch, world.size // strategy.context)
+        ]
+
+    found = ways(model, whole if model.indivisible else strategies)
+    if all(each.fit.level != "fits" for each in found):
+        for frozen in model.smaller:
+            found += ways(replace(model, frozen=frozen), [_with_frozen(each, frozen) for each in whole])
     if not found:
         below = run.effective_batch // world.size * world.size
         near = " or ".join(str(each) for each in (below, below + world.size) if each)
@@ -102,6 +105,12 @@ def choices(
             fix=f"other --gpus, or train_batch_size x gradient_accumulation_steps x num_processes = {near}",
         )
     return in_order(found)
+
+
+def _with_frozen(strategy: Strategy, frozen: FrozenStorage) -> Strategy:
+    kept = " ".join(str(value) for value in frozen.options.values())
+    options = {**strategy.options, **frozen.options}
+    return replace(strategy, name=f"{strategy.name}-{kept}", title=f"{strategy.title}, {kept}", options=options)
 
 
 def in_order(found: Iterable[Choice]) -> list[Choice]:
@@ -117,10 +126,10 @@ def _rank(choice: Choice) -> tuple[int, float]:
 def configured(found: Sequence[Choice], config: Config, plugin: str) -> Choice | None:
     """The way that the options of a configuration ask for; `plugin` is that of its strategy. None if it is not among them."""
 
-    def differences(choice: Choice) -> tuple[bool, int]:
-        options = choice.options.items()
-        count = sum(name in config.schema.options and config.value(name) != value for name, value in options)
-        return not choice.strategy.is_configured, count
+    def differences(choice: Choice) -> tuple[bool, int, int]:
+        other = {name for name in choice.options.keys() & config.schema.options if config.value(name) != choice.options[name]}
+        recomputes = choice.strategy.recompute[choice.candidate.recompute]
+        return not choice.strategy.is_configured, len(other & recomputes.keys()), len(other)
 
     of_plugin = [each for each in found if each.strategy.origin.plugin == plugin]
     nearest = min(of_plugin, key=differences, default=None)
@@ -153,8 +162,6 @@ def estimate(
         recompute=recompute,
         micro_batch=micro_batch,
         accumulation=run.effective_batch // (micro_batch * data_ranks),
-        offload=bool(strategy.offloaded),
-        shard=strategy.divided.get("state"),
         options={**strategy.options, **strategy.recompute[recompute]},
     )
     memory = memory_of(model, run, strategy, candidate, world.size)
@@ -191,7 +198,7 @@ def _traffic(each: Communication, model: ModelFacts, candidate: Candidate) -> Tr
     parameters = model.trained if each.of == "trained" else model.parameters
     times = candidate.accumulation if each.times == "micro-batch" else 1
     return Traffic(
-        collective=_COLLECTIVES[each.collective],  # type: ignore[arg-type]
+        collective=each.collective.replace("-", "_"),  # type: ignore[arg-type]
         ranks=each.ranks,
         bytes=int(times * parameters * each.bytes_per_parameter),
         calls=times * max(1, len(model.sample.blocks)),

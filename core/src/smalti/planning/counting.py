@@ -45,11 +45,14 @@ def count_facts(
     inside = {id(parameter) for module in own.values() for parameter in module.parameters()}
     parameters = list(model.parameters())
     outside = [each for each in parameters if id(each) not in inside]
+    frozen, *smaller = family.frozen_storage(model)
     return ModelFacts(
         family=family.name,
         parameters=_count(parameters),
         trained=_count(each for each in parameters if each.requires_grad),
-        frozen_bytes=sum(each.numel() * each.element_size() for each in parameters if not each.requires_grad),
+        frozen=frozen,
+        smaller=tuple(smaller),
+        indivisible=bool(family.indivisible),
         buffers=sum(each.numel() * each.element_size() for each in model.buffers()),
         tensors=sum(each.requires_grad for each in parameters),
         largest=max(each.numel() for each in parameters),
@@ -224,10 +227,6 @@ class _InFp32(TorchFunctionMode):
                 Tensor, lambda each: each.float() if each.is_floating_point() else each, (args, kwargs)
             )
         return func(*args, **(kwargs or {}))
-
-
-def _in_fp32(tensor: Tensor) -> Tensor:
-    return tensor.float() if tensor.is_floating_point() else tensor
 
 
 _FP32_ON_ACCELERATORS = {

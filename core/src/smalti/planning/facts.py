@@ -7,10 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
-if TYPE_CHECKING:
-    pass
+from smalti.types import FrozenStorage
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +57,8 @@ class SampleFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelFacts:
-    """A model as it is trained. `frozen_bytes` are those of the parameters that do not train, in their dtype; `buffers` bytes.
+    """A model as it is trained. `frozen` is how the parameters that do not train are kept, `smaller` are other ways; `buffers`
+    are bytes, and `indivisible` says that the model cannot be sharded.
 
     `largest` counts the parameters of the largest tensor, `outside` those that are in no block, `outside_trained` those of
     these that train. `tensors` counts the tensors that train.
@@ -67,13 +67,15 @@ class ModelFacts:
     family: str
     parameters: int
     trained: int
-    frozen_bytes: int
+    frozen: FrozenStorage
     buffers: int
     largest: int
     sample: SampleFacts
     tensors: int = 0
     outside: int = 0
     outside_trained: int = 0
+    indivisible: bool = False
+    smaller: tuple[FrozenStorage, ...] = ()
 
     def as_json(self) -> dict[str, object]:
         return asdict(self)
@@ -83,4 +85,6 @@ class ModelFacts:
         """What `as_json` returned. Raises TypeError or KeyError for anything else."""
         sample = dict(cast(Mapping[str, object], values["sample"]))
         blocks = tuple(BlockFacts(**each) for each in cast(list[dict[str, int]], sample.pop("blocks")))  # type: ignore[arg-type]
-        return cls(**{**values, "sample": SampleFacts(**sample, blocks=blocks)})  # type: ignore[arg-type]
+        frozen, *smaller = (FrozenStorage(**each) for each in (values["frozen"], *values["smaller"]))  # type: ignore[misc]
+        made = {"sample": SampleFacts(**sample, blocks=blocks), "frozen": frozen, "smaller": tuple(smaller)}  # type: ignore[arg-type]
+        return cls(**{**values, **made})  # type: ignore[arg-type]

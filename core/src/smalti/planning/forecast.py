@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import takewhile
 
@@ -61,7 +60,8 @@ class Forecast:
 
     def compared(self, directory: RunDirectory) -> tuple[float, str] | None:
         """The measured peak of the main rank in bytes, and one line that compares; None if nothing was measured."""
-        peaks = list(_peaks(directory))
+        of_attempt = takewhile(lambda event: event.text("state") != "starting", read_events_backwards(directory.events_file))
+        peaks = [peak for event in of_attempt if (peak := event.number("peak_memory_mb")) is not None]
         if not peaks:
             return None
         measured = max(peaks) * 2**20
@@ -88,11 +88,3 @@ def forecast_of(config: Config, plugins: Plugins, plan: DistributedPlan, kind: s
         return None
     own = configured(found, config, plan.origin.plugin)
     return None if own is None else Forecast(device=device, own=own, best=found[0])
-
-
-def _peaks(directory: RunDirectory) -> Iterator[float]:
-    """Measured peaks of the latest attempt, in MiB."""
-    of_attempt = takewhile(lambda event: event.text("state") != "starting", read_events_backwards(directory.events_file))
-    for event in of_attempt:
-        if (peak := event.number("peak_memory_mb")) is not None:
-            yield peak

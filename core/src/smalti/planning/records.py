@@ -24,19 +24,14 @@ PHASES = (
 class Candidate:
     """A way to train a configuration.
 
-    `strategy` is what the plan of the strategy calls itself: "ddp" (also for one rank), "fsdp2", "deepspeed". `stage` is
-    ZeRO's. `shard` is the number of ranks that share one copy of the model; None: all of them. `offload`: the state of the
-    optimizer, and of FSDP the weights, are in host memory. `options` are the options that a run needs for it beside the size of
-    its batches, by name.
+    `strategy` is what the plan of the strategy calls itself: "ddp" (also for one rank), "fsdp2", "deepspeed". `options` are the
+    options that a run needs for it beside the size of its batches, by name.
     """
 
     strategy: str = "ddp"
-    stage: int = 0
     recompute: Recompute = "none"
     micro_batch: int = 1
     accumulation: int = 1
-    offload: bool = False
-    shard: int | None = None
     options: Mapping[str, object] = field(default_factory=dict)
 
 

@@ -38,6 +38,7 @@ from .results import (
 )
 from .strategies import (
     Communication as Communication,
+    FrozenStorage as FrozenStorage,
     Part as Part,
     Recompute as Recompute,
     Strategy as Strategy,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from smalti.types.registered import Registered
@@ -55,6 +55,8 @@ class DistributedPlan(Registered):
     `check_model`, if given, is "module:callable" too. The launcher calls it before it starts a rank, as `callable(config,
     model)` with the family's model on the meta device; it raises UserError for a model that the strategy cannot train.
 
+    `notices` are what the user should know before the launch, in sentences. `smalti plan` prints them too.
+
     A plan that is marked `fallback` is used when no other plugin returns a plan.
     """
 
@@ -68,6 +70,7 @@ class DistributedPlan(Registered):
     flattens_parameters: bool = False
     check_model: str = ""
     settings: Mapping[str, object] = field(default_factory=dict)
+    notices: Sequence[str] = ()
     fallback: bool = False
 
 

@@ -32,6 +32,19 @@ class Communication:
 
 
 @dataclass(frozen=True, kw_only=True)
+class FrozenStorage:
+    """One way to keep the frozen weights of a model: `options` select it.
+
+    `bytes` are those of all frozen weights of the model, `restoring` those that the computation of one layer needs at most
+    besides, while its weight is restored.
+    """
+
+    options: Mapping[str, object] = field(default_factory=dict)
+    bytes: int
+    restoring: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
 class Strategy(Registered):
     """A way to spread a run over its ranks, with what it takes on each of them.
 
@@ -39,7 +52,8 @@ class Strategy(Registered):
     supports, the options that select that mode. `is_configured`: the configuration asks for it already, whatever the values of
     these options; else smalti compares them. `context` is that of the strategy's `DistributedPlan`.
 
-    `divided` says over how many ranks each part is divided; 1, or a part that is not named, is a whole copy on each rank.
+    `divided` says over how many ranks each part is divided; 1, or a part that is not named, is a whole copy on each rank. A
+    strategy that can divide nothing names no part, and is the only kind that trains a model which cannot be sharded.
     `frozen` is the same for parameters that do not train. `bytes` are per parameter that trains, before it is divided.
     `offloaded` parts are in host memory. With `keeps_gradients` their memory stays allocated between steps.
 

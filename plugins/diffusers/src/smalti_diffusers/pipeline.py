@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, cast
 import torch
 from torch import Tensor, nn
 
-from smalti import Config, UserError
+from smalti import Config, FrozenStorage, UserError
 from smalti.config import LaunchOptions, ModelOptions, ObjectiveOptions, RunOptions
 from smalti.diffusion import BetaSchedule, Conditioning, Prediction
 from smalti.models import Encoding, ModelFamily, SampleRequest, SeededWeights, Weights, without_weights
@@ -31,7 +31,7 @@ from smalti_diffusers.flowshift import scheduler_shift
 from smalti_diffusers.lora.adapter import AdaptedWeights, Lora, adapter_shapes, attach
 from smalti_diffusers.lora.assistant import ASSISTANT, is_distilled, locate as locate_assistant, notice
 from smalti_diffusers.lora.header import AdapterHeader
-from smalti_diffusers.lora.quantisation import check_device, quantise
+from smalti_diffusers.lora.quantisation import check_device, quantise, storage
 from smalti_diffusers.lora.reading import AdapterFile
 from smalti_diffusers.lora.strength import adapter_scaled
 from smalti_diffusers.options import DiffusersOptions, LoraOptions, Precision
@@ -161,6 +161,10 @@ class PipelineFamily(ModelFamily):
             return model
         model = attach(model, self.lora, self._base_dtype, self._assistant)
         return model if self._precision == "no_change" else quantise(model, self.block_classes(), self._precision)
+
+    def frozen_storage(self, model: nn.Module) -> list[FrozenStorage]:
+        kept = super().frozen_storage(model)
+        return kept if self.lora is None else storage(model, self.block_classes(), self._precision, kept[0])
 
     def build_base(self) -> nn.Module:
         """The model without an adapter."""

@@ -48,7 +48,6 @@ from smalti_fsdp2.sharding import precision, shard_mesh
 from smalti_fsdp2.wrapping import units
 
 _log = logging.getLogger(__name__)
-_DEPRECATED = "FSDP 1 is deprecated; --fsdp_version=2 reads the same options and checkpoints"
 _EXPECTED = (
     "FSDP is switching to use `NO_SHARD`",  # one rank has nothing to shard
     "When using ``NO_SHARD``",
@@ -78,8 +77,6 @@ class Fsdp1Parallel(ProcessGroupParallel):
         self._adds_whole = self._offload or not (gathers_bf16 or self._options.fsdp_sync_each_batch)
         for message in _EXPECTED:
             warnings.filterwarnings("ignore", message)
-        if self.world.is_main:
-            _log.warning(_DEPRECATED)
 
     def wrap(self, model: nn.Module, blocks: Sequence[Block], weights: Weights) -> nn.Module:
         """The model with its weights, sharded one group after the other. *Collective*."""

@@ -52,6 +52,7 @@ GROUPS = (
     OptionGroup(name="fsdp", title="FSDP", options=FsdpOptions, translate=translate),
     OptionGroup(name="context", title="Context parallelism", options=ContextOptions),
 )
+_DEPRECATED = "FSDP 1 is deprecated; --fsdp_version=2 reads the same options and checkpoints"
 
 
 class Fsdp:
@@ -89,6 +90,7 @@ class Fsdp:
             splits_heads=config[ContextOptions].context_parallel_comm_strategy == "alltoall",
             shards=True,
             flattens_parameters=version == 1,
+            notices=() if version == 2 else (_DEPRECATED,),
             check_model="smalti_fsdp2.checks:check_model" if has_unseen_classes(config) or splits_context(config) else "",
         )
 

@@ -7,26 +7,26 @@ from dataclasses import replace
 from typing import Literal
 
 from smalti import Communication, Config, Recompute, Strategy, World
+from smalti.config import ModelOptions
 from smalti.parallel import in_bf16
-from smalti_fsdp2.options import ContextOptions, FsdpOptions
+from smalti_fsdp2.options import ContextOptions, FsdpOptions, enabled
 
 _COPIES = 3
 """Of a block's gathered parameters: the block that computes, the one that is gathered ahead, and the buffer it arrives in."""
 _OPERATIONS: Mapping[Literal["step", "micro-batch"], float] = {"step": 12, "micro-batch": 50}
 """Dispatched for each tensor, measured on CPUs: gathering and reducing; in a step, operations on DTensors."""
-_RECOMPUTE: Mapping[Recompute, Mapping[str, object]] = {
-    "none": {"fsdp_activation_checkpointing": False, "gradient_checkpointing": False},
-    "selective": {
-        "fsdp_activation_checkpointing": True,
-        "fsdp_activation_checkpointing_mode": "selective",
-        "gradient_checkpointing": False,
-    },
-    "full": {
-        "fsdp_activation_checkpointing": True,
-        "fsdp_activation_checkpointing_mode": "full",
-        "gradient_checkpointing": False,
-    },
-}
+
+
+def _recompute(config: Config) -> Mapping[Recompute, Mapping[str, object]]:
+    """Whole blocks with the option that the configuration uses for them, if it does."""
+    no: dict[str, object] = {"fsdp_activation_checkpointing": False, "gradient_checkpointing": False}
+    blocks = {**no, "fsdp_activation_checkpointing": True}
+    full = {**blocks, "fsdp_activation_checkpointing_mode": "full"}
+    return {
+        "none": no,
+        "selective": {**blocks, "fsdp_activation_checkpointing_mode": "selective"},
+        "full": {**no, "gradient_checkpointing": True} if config[ModelOptions].gradient_checkpointing else full,
+    }
 
 
 def proposals(config: Config, world: World) -> list[Strategy]:
@@ -45,6 +45,7 @@ def _sharded(config: Config, world: World, shards: int) -> Strategy:
     options = config[FsdpOptions]
     item = 2 if in_bf16(config, world.device.partition(":")[0]) else 4
     hybrid = shards < world.size
+    own = options.fsdp_shard_size or (world.local_size if world.local_size > 1 else world.size)
     context = config[ContextOptions].context_parallel_size
     return Strategy(
         name=f"hsdp-{shards}" if hybrid else "fsdp2",
@@ -55,7 +56,8 @@ def _sharded(config: Config, world: World, shards: int) -> Strategy:
             "fsdp_shard_size": shards,
             **({"context_parallel_size": context} if context > 1 else {}),
         },
-        recompute=_RECOMPUTE,
+        is_configured=enabled(config) and shards == own,  # offloaded or not: that option is compared
+        recompute=_recompute(config),
         divided={"weights": shards, "gradients": shards, "state": shards},
         frozen=shards,
         gathered=_COPIES,

@@ -72,7 +72,7 @@ _LARGER = 4
 @click.option("--nodes-of", metavar="N", default=8, show_default=True, help="Devices in each node.")
 @click.option("--quick", is_flag=True, help="Stop after the formulas.")
 @click.option("--rehearse", "as_it_is", is_flag=True, help="Rehearse the configuration as it is, and nothing else.")
-@click.option("--measure", is_flag=True, help="Train ten real steps on this node first, to narrow the ranges of times.")
+@click.option("--measure", is_flag=True, help="Train thirteen real steps on this node first, to narrow the ranges of times.")
 @click.option("--all", "everything", is_flag=True, help="Show all ways to train, not only the best.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def plan(
@@ -109,6 +109,7 @@ def plan(
         calibrate(arguments, _own(found, run, config, strategy), model, run, device)
     calibration = calibration_of(device, run.products, min(sizes[0], nodes_of))
     found, notices = _compared(config, plugins, model, run, device, sizes, nodes_of, calibration)
+    notices += configured_plan.notices
     if calibration is not None:
         notices.append(f"times were measured here: {calibration.seconds:.3g} s/step with {calibration.way}")
     for size, of_size in found.items():

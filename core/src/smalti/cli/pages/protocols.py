@@ -127,8 +127,8 @@ CHAPTERS = (
     ),
     Chapter(
         title="Proposals to the planner",
-        about="`propose_strategies` returns a list of `Strategy`.",
-        classes=("smalti:Strategy", "smalti:Communication"),
+        about="`propose_strategies` returns a list of `Strategy`, `ModelFamily.frozen_storage` one of `FrozenStorage`.",
+        classes=("smalti:Strategy", "smalti:Communication", "smalti:FrozenStorage"),
     ),
     Chapter(
         title="Findings of a diagnosis",

@@ -134,11 +134,6 @@ def single_key(what: Sequence[str], *values: int | str) -> Key:
     return lanes[0], lanes[1]
 
 
-def text_keys(texts: Sequence[str], *what: str) -> Keys:
-    """The keys of entries that depend on one text each."""
-    return Hasher(len(texts), *what).texts(pa.array(list(texts), type=pa.string())).keys()
-
-
 _LOWEST = np.array([(1 << 8 * size) - 1 for size in range(9)], dtype=np.uint64)
 """Masks for the first bytes of a little-endian word."""
 

@@ -61,7 +61,7 @@ class _Formula:
         """What stays between two steps."""
         on_device = {part: 0 if part in self.strategy.offloaded else size for part, size in self.held.items()}
         return MemoryParts(
-            parameters=on_device["weights"] + self.model.frozen_bytes // self.strategy.frozen + self.model.buffers,
+            parameters=on_device["weights"] + self.model.frozen.bytes // self.strategy.frozen + self.model.buffers,
             gradients=on_device["gradients"] if self.strategy.keeps_gradients else 0,
             optimizer=on_device["state"],
             ema=self.ema if self.run.ema_on_device else 0,
@@ -105,7 +105,8 @@ class _Formula:
                 forward,
                 activations=kept,
                 gathered=self.gathered(copies=1),
-                temporaries=int(self.buffers + transient) + (copied if self.candidate.recompute == "none" else own),
+                temporaries=int(self.buffers + transient)
+                + (copied if self.candidate.recompute == "none" else self.model.frozen.restoring + own),
                 gradients=growing,
             )
             kept -= int(self.batch * _kept(block, self.candidate.recompute))
@@ -124,10 +125,17 @@ class _Formula:
         return int(self.strategy.gathered_bytes * (count * self.largest + self.model.outside))
 
     def copies(self, *, whole: bool) -> int:
-        """Weights that autocast has cast: all of them in a forward pass; those of one block while it is recomputed."""
+        """Weights that autocast has cast: all of them in a forward pass; those of one block while it is recomputed.
+
+        And what one layer needs while its frozen weight is restored.
+        """
         sample = self.model.sample
         outside = 0 if self.strategy.own_copies else sample.copied
-        return outside + (sum if whole else max)([self.copied_of(block) for block in sample.blocks] or [0])
+        return (
+            self.model.frozen.restoring
+            + outside
+            + (sum if whole else max)([self.copied_of(block) for block in sample.blocks] or [0])
+        )
 
     def copied_of(self, block: BlockFacts) -> int:
         return 0 if self.strategy.own_copies else block.copied

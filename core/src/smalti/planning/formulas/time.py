@@ -36,13 +36,10 @@ class Efficiency:
 
     def times(self, factor: float) -> Efficiency:
         """The same with every share multiplied by the factor."""
-        return Efficiency(
-            products=self.products * factor,
-            memory=self.memory * factor,
-            links=self.links * factor,
-            dispatch=self.dispatch / factor,
-            collectives={name: share * factor for name, share in self.collectives.items()},
-        )
+        shares = {"products": self.products, "memory": self.memory, "links": self.links}
+        collectives = {name: share * factor for name, share in self.collectives.items()}
+        scaled = {name: share * factor for name, share in shares.items()}
+        return Efficiency(**scaled, dispatch=self.dispatch / factor, collectives=collectives)
 
 
 FAST = Efficiency(products=0.6, memory=0.85, links=0.85, dispatch=4e-6)

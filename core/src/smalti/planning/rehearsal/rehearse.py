@@ -79,17 +79,10 @@ def rehearse(
 
 def _key(request: Request, plugins: Plugins) -> str:
     """Changes with the configuration, what was asked for, and the versions of everything that computes."""
-    versions = (*plugins.versions, f"torch {version('torch')}", f"python {sys.version.split()[0]}", _own_digest())
-    text = json.dumps([request.as_json(), versions, model_files(request.values)], sort_keys=True)
+    versions = (*plugins.versions, f"torch {version('torch')}", f"python {sys.version.split()[0]}")
+    own = [hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(Path(__file__).parent.rglob("*.py"))]
+    text = json.dumps([request.as_json(), versions, own, model_files(request.values)], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:32]
-
-
-def _own_digest() -> str:
-    """Of the files of this room: what counts."""
-    found = hashlib.sha256()
-    for path in sorted(Path(__file__).parent.rglob("*.py")):
-        found.update(path.read_bytes())
-    return found.hexdigest()
 
 
 def model_files(values: Mapping[str, object]) -> list[str]:

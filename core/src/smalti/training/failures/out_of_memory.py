@@ -23,20 +23,9 @@ from smalti.training.run import Run
 from smalti.types import World
 
 _OPTIONS = (
-    "gradient_checkpointing",
-    "fsdp_activation_checkpointing",
-    "train_batch_size",
-    "gradient_accumulation_steps",
-    "validation_batch_size",
-    "ema_device",
-    "fsdp_enable",
-    "fsdp_cpu_offload",
-    "fsdp_version",
-    "deepspeed_config",
-    "optimizer",
-    "base_model_precision",
-    "model_type",
-    "lora_rank",
+    *("gradient_checkpointing", "fsdp_activation_checkpointing", "train_batch_size", "gradient_accumulation_steps"),
+    *("validation_batch_size", "ema_device", "fsdp_enable", "fsdp_cpu_offload", "fsdp_version", "deepspeed_config"),
+    *("optimizer", "base_model_precision", "model_type", "lora_rank"),
 )
 _NO_ROOM = re.compile(
     r"DefaultCPUAllocator: "
@@ -127,13 +116,16 @@ def _with_state(use: MemoryUse, run: Run) -> MemoryUse:
     flat = [each for group in run.optimizer.param_groups for each in group["params"] if id(each) not in owned]
     states = [value for state in run.optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
 
+    frozen = [each for each in parameters if not each.requires_grad]
+    beside = run.family.frozen_storage(model)[0].bytes - sum(each.nbytes for each in frozen)  # quantised: no parameters
+
     def size(tensors: Iterable[Tensor | None]) -> int:
         return sum(_bytes_on(use.device, tensor) for tensor in tensors)
 
     return replace(
         use,
         weights=size(each for each in parameters if each.requires_grad),
-        frozen=size(each for each in parameters if not each.requires_grad),
+        frozen=(size(frozen) + beside) if size(frozen) else 0,
         gradients=size(each.grad for each in (*parameters, *flat)),
         optimizer_state=size((*states, *flat)),
         ema=size(run.ema.storage) if run.ema is not None else 0,

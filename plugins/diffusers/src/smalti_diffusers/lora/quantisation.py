@@ -8,16 +8,20 @@ Shapes: (..., in) inputs, (out, in) weights.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from smalti import UserError
+from smalti import FrozenStorage, UserError
 from smalti_diffusers.options import Precision
 
+_OFFERED: tuple[Precision, ...] = ("int8-torchao", "nf4-torchao")
+"""What a plan offers: fp8 takes as much as int8."""
+_RESTORING: Mapping[Precision, tuple[int, int]] = {"int8-torchao": (6, 8), "fp8-torchao": (10, 8), "nf4-torchao": (14, 20)}
+"""Bytes for each value at the peak of restoring a weight of bf16 and of fp32, counted with torchao 0.18."""
 _NF4_GROUP = 64 * 256
 """Values of a weight that share one scale of scales: torchao wants a multiple of so many."""
 
@@ -81,13 +85,7 @@ def quantise(model: nn.Module, blocks: Collection[str], precision: Precision) ->
     `blocks` are class names. Adapters, norms, and whatever lies outside of blocks stay as they are, as do layers of a size that
     does not fit. Raises UserError if no layer does.
     """
-    found = {
-        f"{path}.{name}"
-        for path, block in model.named_modules()
-        if type(block).__name__ in blocks
-        for name, module in block.named_modules()
-        if type(module) is nn.Linear and ".lora_" not in f".{name}" and _fits(module, precision)
-    }
+    found = {path for path, linear in _frozen(model, blocks) if _fits(linear, precision)}
     if not found:
         raise UserError(
             f"no layer of the model can be kept in {precision}", fix="--base_model_precision=no_change, or another one"
@@ -99,10 +97,53 @@ def quantise(model: nn.Module, blocks: Collection[str], precision: Precision) ->
     return model
 
 
+def storage(model: nn.Module, blocks: Collection[str], precision: Precision, unquantised: FrozenStorage) -> list[FrozenStorage]:
+    """How the frozen weights of a model are kept that `quantise` had for this precision, then smaller ways.
+
+    `unquantised` has the frozen parameters of the model, whose values may be quantised by now or not. Needs no torchao.
+    """
+    layers = dict(_frozen(model, blocks))
+    kept = unquantised.bytes - sum(linear.weight.nbytes for linear in layers.values() if "weight" in linear._parameters)
+
+    def kept_in(precision: Precision) -> FrozenStorage:
+        fitting = {path for path, linear in layers.items() if _fits(linear, precision)}
+        as_it_is = sum(linear.weight.nbytes for path, linear in layers.items() if path not in fitting)
+        sizes = [_kept(layers[path], precision) for path in fitting]
+        return FrozenStorage(
+            options={"base_model_precision": precision},
+            bytes=kept + as_it_is + sum(stored for stored, _ in sizes),
+            restoring=max((restoring for _, restoring in sizes), default=0),
+        )
+
+    if precision != "no_change":
+        return [kept_in(precision)]
+    return [unquantised, *(kept_in(each) for each in _OFFERED if any(_fits(linear, each) for linear in layers.values()))]
+
+
 def check_device(precision: Precision, kind: str) -> None:
     """Raises UserError where this kind of device cannot keep weights so."""
     if precision == "fp8-torchao" and kind == "mps":
         raise UserError("MPS devices have no type of 8 bits with a point", fix="--base_model_precision=int8-torchao")
+
+
+def _frozen(model: nn.Module, blocks: Collection[str]) -> Iterator[tuple[str, nn.Linear]]:
+    """The linear layers of the blocks that are no part of an adapter, quantised or not, by their path."""
+    for path, block in model.named_modules():
+        if type(block).__name__ in blocks:
+            for name, module in block.named_modules():
+                is_linear = type(module) is nn.Linear and "weight" in module._parameters
+                if (is_linear or isinstance(module, QuantisedLinear)) and ".lora_" not in f".{name}":
+                    yield f"{path}.{name}", cast(nn.Linear, module)
+
+
+def _kept(linear: nn.Linear, precision: Precision) -> tuple[int, int]:
+    """Bytes of a quantised weight, and those that restoring it needs at most."""
+    values, item = linear.in_features * linear.out_features, linear.weight.dtype.itemsize
+    if precision == "nf4-torchao":
+        stored = values // 2 + values // 64 + (values // _NF4_GROUP + 17) * item  # scales, their scales, mean and table
+    else:
+        stored = values + linear.out_features * (5 if precision == "int8-torchao" else 4)  # scales in fp32, zero points
+    return stored, values * _RESTORING[precision][item // 4]
 
 
 def _fits(linear: nn.Linear, precision: Precision) -> bool:

@@ -1,0 +1,51 @@
+"""What a plan says of a quantised base: Flux in full size, counted without weights and without torchao."""
+
+import pytest
+
+from smalti import World
+from smalti.config import draft
+from smalti.parallel import device_models
+from smalti.planning import RunFacts, choices, facts_of, strategies_for
+from smalti.plugins import load_plugins, schema_of
+
+GIB = 2**30
+REHEARSED = {"int8-torchao": 14.8, "nf4-torchao": 9.82}
+"""GiB at the peak of a step of one image with 1024 x 1024 pixels, all recomputed: `smalti plan --rehearse`, torchao 0.18."""
+
+
+@pytest.fixture(scope="module")
+def flux(tmp_path_factory):
+    """The facts of a LoRA of Flux, and how its ways to train are listed by device."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        plugins = load_plugins()
+        words = ["--model_family=flux", "--model_type=lora", "--output_dir=out", "--max_train_steps=1"]
+        config = draft(schema_of(plugins), [*words, "--mixed_precision=bf16"])
+        facts, run = facts_of(config, plugins, "cuda"), RunFacts.of(config, plugins, "cuda")
+    one = World(size=1, local_size=1, device="cuda")
+    strategies = strategies_for(config, plugins, one)
+    return facts, lambda name: choices(facts, run, strategies, device_models()[name], one)
+
+
+def test_formulas_of_a_quantised_base_are_near_its_rehearsals(flux):
+    _, ways = flux
+    found = {each.strategy.name: each for each in ways("rtx4080") if each.candidate.recompute == "full"}
+    for precision, gib in REHEARSED.items():
+        way = found[f"single-{precision}"]
+        assert way.options["base_model_precision"] == precision
+        assert way.counted.peak.total / GIB == pytest.approx(gib, rel=0.1)
+
+
+def test_the_base_is_stored_in_about_a_byte_or_half_a_byte_for_each_weight_of_its_blocks(flux):
+    facts, _ = flux
+    shares = [each.bytes / facts.frozen.bytes for each in facts.smaller]
+    assert shares == pytest.approx([0.51, 0.27], abs=0.01)
+    assert facts.from_json(facts.as_json()) == facts
+
+
+@pytest.mark.parametrize(
+    ("device", "best"), [("a100-80g", "single"), ("rtx3090", "single-int8-torchao"), ("a4000", "single-nf4-torchao")]
+)
+def test_a_quantised_base_is_offered_where_nothing_else_fits(flux, device, best):
+    _, ways = flux
+    assert ways(device)[0].strategy.name == best
