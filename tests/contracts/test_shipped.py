@@ -68,11 +68,13 @@ REFUSED = (
 
 @cache
 def commands(plugin: str) -> CommandSubject:
-    return CommandSubject(plugin, REFUSED if plugin == "core" else ())
+    return CommandSubject(plugin, REFUSED if plugin == "commands" else ())
 
 
 @pytest.mark.parametrize("check", COMMAND.checks)
-@pytest.mark.parametrize("plugin", ["core", *(name for name in shipped() if "register_commands" in subject(name).info.hooks)])
+@pytest.mark.parametrize(
+    "plugin", ["commands", *(name for name in shipped() if "register_commands" in subject(name).info.hooks)]
+)
 def test_shipped_commands_keep_the_contract(plugin, check):
     COMMAND.run(check, commands(plugin))
 

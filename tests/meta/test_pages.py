@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from smalti.cli.pages.help import CommandCollector
 from smalti.config import reference_keys_page
 from smalti.config.resolution import resolve
 from smalti.data.datasets.parse import DataDefaults, parse_datasets
@@ -20,6 +19,7 @@ from smalti.hookspecs import HookSpecs
 from smalti.migration.tables import tables_page
 from smalti.plugins.discovery import Selection, load_plugins
 from smalti.plugins.schema import schema_of
+from smalti.types import CommandCollector
 
 _LINK = re.compile(r"\]\((?!https?:)([^)\s]*)\)")
 _HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)

@@ -10,10 +10,11 @@ from dataclasses import asdict
 import click
 
 from smalti.cli.output import counted, print_table
-from smalti.cli.pages.help import Command, CommandCollector
+from smalti.cli.pages.help import Command
 from smalti.config import packages_with_families
 from smalti.hookspecs import HookSpecs
 from smalti.plugins import BUILT_IN, PluginInfo, Plugins, RegisterHook, load_plugins, selection_of
+from smalti.types import CommandCollector
 
 _ADDS: Mapping[RegisterHook, str] = {
     HookSpecs.register_model_families: "families",

@@ -1,8 +1,8 @@
 """Extensions that DeepSpeed compiles on a node at first use: one process at a time, without endless waiting.
 
 torch creates an empty file `lock` in the build folder and removes it afterwards. A killed process leaves it there, and every
-later process waits for it forever without a message. Here processes hold a lock that the kernel releases when they end, as torch
-itself does from 2.15 on.
+later process waits for it forever without a message. Here processes hold a lock that the kernel releases when they end, as
+torch itself does from 2.15 on.
 """
 
 from __future__ import annotations
