@@ -208,6 +208,7 @@ def test_the_table_of_packages_says_what_each_of_them_adds(package):
     assert set(package.options) == {name for option in options for name in (option.name, *option.aliases)}
     assert set(package.commands) == set(commands.commands)
     assert set(package.caches) == names(HookSpecs.register_caches)
+    assert set(package.optimizers) == names(HookSpecs.register_optimizers)
     assert set(package.families) == names(HookSpecs.register_model_families)
     assert set(package.storages) == names(HookSpecs.register_storage) | names(HookSpecs.register_metadata_backends)
     assert set(package.checkpoints) == {(mark, each.name) for each in formats for mark in each.marks}

@@ -34,6 +34,7 @@ class Package:
     commands: tuple[str, ...] = ()
     caches: tuple[str, ...] = ()
     families: tuple[str, ...] = ()
+    optimizers: tuple[str, ...] = ()
     storages: tuple[str, ...] = ()
     accelerate: tuple[str, ...] = ()
     checkpoints: tuple[tuple[str, str], ...] = ()
@@ -114,6 +115,7 @@ PACKAGES = (
         options=("deepspeed_config", "offload_param_path"),
         commands=("deepspeed",),
         caches=("deepspeed-offload",),
+        optimizers=("deepspeed_adam", "deepspeed_lamb", "deepspeed_lion"),
         accelerate=("DEEPSPEED", "deepspeed_config"),
         checkpoints=tuple(
             (f"{folder}{kind}_rank_*_model_states.pt", "deepspeed") for folder in ("", "*/") for kind in ("mp", "zero_pp")
@@ -155,6 +157,7 @@ PACKAGES = (
         options=("toy_width", "toy_depth", "toy_heads", "toy_patch", "toy_sample_shift"),
         families=("toy",),
     ),
+    Package(plugin="optimizers", optimizers=("adamw8bit", "lion", "prodigy", "stableadamw")),
     Package(plugin="plots"),
     Package(
         plugin="hub",
@@ -256,7 +259,12 @@ def package_of_family(name: str) -> Package | None:
     return next((package for package in PACKAGES if name.lower().replace("-", "_") in package.families), None)
 
 
-def packages_with_families() -> str:
+def package_of_optimizer(name: str) -> Package | None:
+    """The package that has this optimizer, named as it is registered."""
+    return next((package for package in PACKAGES if name in package.optimizers), None)
+
+
+def family_packages() -> str:
     """The families of each package and how to install it, for a machine without any family."""
     return "; or ".join(f"{', '.join(package.families)}: {package.fix}" for package in PACKAGES if package.families)
 
