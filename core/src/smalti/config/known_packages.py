@@ -159,6 +159,7 @@ PACKAGES = (
     ),
     Package(plugin="optimizers", optimizers=("adamw8bit", "lion", "prodigy", "stableadamw")),
     Package(plugin="plots"),
+    Package(plugin="trackers", folder="plots", options=("report_to", "tracker_project_name")),
     Package(
         plugin="hub",
         options=("push_to_hub", "push_checkpoints_to_hub", "hub_model_id", "hub_private", "hub_timeout"),

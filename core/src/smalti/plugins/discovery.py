@@ -24,7 +24,6 @@ BUILT_IN = {
     "console": "smalti.builtin.console",
     "folders": "smalti.builtin.folders",
     "hangs": "smalti.builtin.hangs",
-    "trackers": "smalti.builtin.trackers",
 }
 ESSENTIAL = frozenset({"core", "commands", "ddp", "events"})
 
