@@ -206,7 +206,8 @@ def test_the_table_of_packages_says_what_each_of_them_adds(package):
         return {each.name for each in subject.answer(hook) or ()}
 
     assert set(package.options) == {name for option in options for name in (option.name, *option.aliases)}
-    assert set(package.commands) == set(commands.commands)
+    below = {f"{group} {name}" for group, added in commands._below.items() for name in added.commands}
+    assert set(package.commands) == {*commands.commands, *below}
     assert set(package.caches) == names(HookSpecs.register_caches)
     assert set(package.optimizers) == names(HookSpecs.register_optimizers)
     assert set(package.families) == names(HookSpecs.register_model_families)

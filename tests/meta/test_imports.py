@@ -99,7 +99,7 @@ def test_a_public_module_exists(name):
 
 
 def test_plugins_and_the_templates_take_only_what_is_public(root):
-    paths = [*root.glob("plugins/*/src/**/*.py"), *root.glob("core/src/smalti/cli/templates/**/*.py.tmpl")]
+    paths = [*root.glob("plugins/*/src/**/*.py"), *root.glob("plugins/testing/src/smalti_testing/templates/**/*.py.tmpl")]
     assert len(paths) > 10
     sources = [(path.name, path.read_text().replace("$package", "smalti_name").replace("${name}", "name")) for path in paths]
     assert [f"{path}: {name}" for path, text in sources for name in taken(text) if not is_public(name)] == []

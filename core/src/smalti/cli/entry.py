@@ -40,10 +40,8 @@ class Commands(Root):
 
     def resolve_command(self, ctx: click.Context, args: list[str]) -> tuple[str | None, click.Command | None, list[str]]:
         name = args[0]
-        if name.startswith("-") or self.get_command(ctx, name) is not None:
+        if name.startswith("-") or self.get_command(ctx, name) is not None or package_of_command(name) is not None:
             return super().resolve_command(ctx, args)
-        if package := package_of_command(name):
-            raise package.error(f"the command {name!r} belongs to {package.distribution}")
         near = get_close_matches(name, self.list_commands(ctx), n=2)
         fix = f"did you mean {' or '.join(near)}?" if near else "list the commands with smalti --help"
         raise UserError(f"unknown command {name!r}", fix=fix)

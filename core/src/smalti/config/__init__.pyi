@@ -34,7 +34,6 @@ from .files import (
     read_text as read_text,
 )
 from .known_packages import (
-    KIT as KIT,
     PLUGINS as PLUGINS,
     family_packages as family_packages,
     package_of_cache as package_of_cache,

@@ -22,6 +22,7 @@ from smalti.errors import MissingPlugin, Problem
 class Package:
     """One package of the project, with the names of what it adds.
 
+    `commands` are those of `smalti`, and with the name of a group before it, those that it adds to a group.
     `folder` is its folder below plugins/, if that is not called as the plugin is.
     `accelerate` has sections of an Accelerate YAML and values of its `distributed_type`. `checkpoints` has (pattern, format):
     files that mark a folder as a checkpoint of that format. `strategy` is the title of its distributed plan. `schemes` are
@@ -199,11 +200,10 @@ PACKAGES = (
         commands=("health",),
     ),
     Package(plugin="webui", commands=("ui",)),
+    Package(plugin="testing", commands=("plugin", "dataset reference")),
 )
 
 PLUGINS = {package.plugin: package for package in PACKAGES}
-KIT = Package(plugin="testing")
-"""The contract tests for plugins: a package without a plugin."""
 
 
 @cache

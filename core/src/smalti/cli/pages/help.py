@@ -15,7 +15,7 @@ from typing import Any
 import click
 
 from smalti.cli.pages.options import facts
-from smalti.config import Option, OptionGroup
+from smalti.config import Option, OptionGroup, package_of_command
 from smalti.hookspecs import HookSpecs
 from smalti.plugins import load_plugins, selection_of
 from smalti.system import describe
@@ -79,6 +79,12 @@ class Group(Command, click.Group):
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         return self.commands.get(cmd_name) or self._added(ctx).commands.get(cmd_name)
+
+    def resolve_command(self, ctx: click.Context, args: list[str]) -> tuple[str | None, click.Command | None, list[str]]:
+        name = args[0] if isinstance(self, Root) else f"{self.name} {args[0]}"
+        if self.get_command(ctx, args[0]) is None and (package := package_of_command(name)):
+            raise package.error(f"the command {name!r} belongs to {package.distribution}")
+        return super().resolve_command(ctx, args)
 
     def _added(self, ctx: click.Context) -> CommandCollector:
         root = ctx.find_root().command
