@@ -5,7 +5,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 # Only errors: a package index of many folders is good for hundreds of warnings.
 PIP := $(BIN)/python -m pip install --quiet --quiet --disable-pip-version-check -c constraints.txt
-SOURCES := core/src:plugins/fsdp2/src:plugins/deepspeed/src:plugins/diffusers/src:plugins/toy/src:plugins/plots/src:plugins/hub/src:plugins/storage_s3/src:plugins/health/src:plugins/webui/src:plugins/testing/src
+SOURCES := core/src $(wildcard plugins/*/src)
+PACKAGES := $(notdir $(wildcard core/src/* plugins/*/src/*))
+EMPTY :=
 PROJECTS := core/pyproject.toml $(wildcard plugins/*/pyproject.toml)
 ARGS ?=
 # One thread a process: the tests and the demo start several processes on few cores.
@@ -58,7 +60,7 @@ check: lint
 lint: $(VENV)/dev.done
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
-	MYPYPATH=$(SOURCES):bench $(BIN)/mypy $(patsubst bench/%.py,-m %,$(wildcard bench/*.py)) $(addprefix -p ,smalti smalti_fsdp2 smalti_deepspeed smalti_diffusers smalti_toy smalti_plots smalti_hub smalti_storage_s3 smalti_health smalti_webui smalti_testing)
+	MYPYPATH=$(subst $(EMPTY) $(EMPTY),:,$(SOURCES) bench) $(BIN)/mypy $(patsubst bench/%.py,-m %,$(wildcard bench/*.py)) $(PACKAGES:%=-p %)
 
 fix: $(VENV)/dev.done
 	$(BIN)/ruff check --fix .

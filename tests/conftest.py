@@ -72,8 +72,8 @@ def plugins() -> Plugins:
 
 @pytest.fixture(scope="session")
 def schema() -> Schema:
-    """The options of the built-in plugins and of the toy family."""
-    return schema_of(load_plugins(Selection(only=("toy",))))
+    """The options of the built-in plugins, of the toy family and of trackers, which are free texts and lists."""
+    return schema_of(load_plugins(Selection(only=("toy", "trackers"))))
 
 
 @pytest.fixture

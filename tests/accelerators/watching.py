@@ -20,7 +20,7 @@ from smalti.planning.rehearsal.devices import fake_cuda
 
 aten = torch.ops.aten
 _COPIES = (aten._to_copy.default, aten.copy_.default, aten._foreach_copy_.default)
-_PACKAGES = ("smalti", "smalti_fsdp2", "smalti_deepspeed", "smalti_diffusers")
+_PACKAGES = ("smalti", "smalti_fsdp2", "smalti_deepspeed", "smalti_diffusers", "smalti_optimizers")
 _NUMPY = {torch.uint8: np.uint8, torch.float32: np.float32, torch.int64: np.int64}
 _PIN = (aten._pin_memory.default, aten.pin_memory.default)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from smalti.cli.entry import main
-from smalti.cli.plugin import KINDS
+from smalti_testing.new_plugin import KINDS
 from support.warm_processes import warm_processes
 
 LONGEST = "n" * 24

@@ -48,6 +48,22 @@ class Commanding:
 
 plugin = Commanding()
 """,
+    "deepening": """
+import click
+import smalti
+
+@click.command()
+def greet():
+    click.echo("hello")
+
+class Deepening:
+    @smalti.hookimpl
+    def register_commands(self, commands):
+        commands.below("config").add_deferred("smalti_deepening:greet", "Say hello.")
+        commands.add_deferred("nowhere:at_all", "Not imported for help.", section="Data")
+
+plugin = Deepening()
+""",
     "usurping": """
 import click
 import smalti

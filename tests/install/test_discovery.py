@@ -1,5 +1,7 @@
 """Plugins that are really installed: what is found, in which order, what is left out, what is said of those that fail."""
 
+import re
+
 import pytest
 
 TRAIN = (
@@ -197,6 +199,14 @@ def test_a_plugin_cannot_declare_an_option_again(site):
 def test_a_plugin_adds_a_command(site):
     assert site.run("commanding", "greet").out == "hello\n"
     assert "Say hello." in site.run("commanding", "--help").out
+
+
+def test_a_plugin_adds_a_subcommand_to_a_group_of_the_core_which_is_imported_when_it_is_used(site):
+    done = site.run("deepening", "config", "greet")
+    assert (done.out, done.error) == ("hello\n", "")
+    assert re.search(r"^  greet +Say hello.$", site.run("deepening", "config", "--help").out, flags=re.MULTILINE)
+    overview = site.run("deepening", "--help").out
+    assert "Not imported for help." in overview.partition("Data:")[2].partition("\n\n")[0]
 
 
 def test_a_plugin_cannot_replace_a_command(site):

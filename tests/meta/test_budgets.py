@@ -2,12 +2,19 @@
 
 import ast
 import re
+from pathlib import Path
 
 import pytest
 
 FILE_LINES = 500
 FUNCTION_LINES = 60
 SPECIAL = {"trainer.py": 200}
+CORE_LINES = 41_626
+"""Lines of code of the core, which may only fall: lower the number with the code."""
+KERNEL_LINES = 5_728
+KERNEL = ("errors.py", "hookspecs.py", "types", "plugins", "config", "system")
+SLACK = 50
+"""How far below its number the core may be."""
 FORBIDDEN_NAMES = ("utils", "util", "helpers", "helper", "common", "manager", "misc")
 
 
@@ -30,6 +37,26 @@ def test_no_function_is_longer_than_its_budget(sources):
                 if lines > FUNCTION_LINES:
                     long[f"{path.name}: {node.name}"] = lines
     assert long == {}
+
+
+def lines_of_code(path: Path) -> int:
+    """Without blank lines, comments, docstrings and the texts below attributes."""
+    text = path.read_text(encoding="utf-8")
+    texts = {
+        line
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+        for line in range(node.lineno, (node.end_lineno or node.lineno) + 1)
+    }
+    lines = enumerate(text.splitlines(), start=1)
+    return sum(1 for number, line in lines if line.strip() and not line.strip().startswith("#") and number not in texts)
+
+
+@pytest.mark.parametrize(("limit", "names"), [(CORE_LINES, ("",)), (KERNEL_LINES, KERNEL)], ids=["core", "kernel"])
+def test_the_core_only_shrinks(root, limit, names):
+    base = root / "core" / "src" / "smalti"
+    files = {path for name in names for path in ([base / name] if name.endswith(".py") else (base / name).rglob("*.py"))}
+    assert limit - SLACK <= sum(map(lines_of_code, files)) <= limit
 
 
 def test_every_module_says_what_it_is_for(sources):

@@ -7,7 +7,7 @@ from pathlib import Path
 from pkgutil import resolve_name
 
 from smalti import types
-from smalti.cli.pages.protocols import CHAPTERS, page
+from smalti_testing.protocols import CHAPTERS, page
 
 NOT_FOR_PLUGINS = {
     "ReadsRows",  # of tables whose rows have one form; plugins inherit from TableSource

@@ -27,6 +27,7 @@ from .types import (
     Checkpoint as Checkpoint,
     CheckpointFormat as CheckpointFormat,
     Cleared as Cleared,
+    CommandCollector as CommandCollector,
     Communication as Communication,
     DistributedPlan as DistributedPlan,
     EvaluationResult as EvaluationResult,

@@ -73,6 +73,7 @@ from smalti.types import (
     CacheEntry,
     Checkpoint,
     CheckpointFormat,
+    CommandCollector,
     DistributedPlan,
     EvaluationResult,
     FamilyEntry,
@@ -93,7 +94,6 @@ from smalti.types import (
 )
 
 if TYPE_CHECKING:
-    import click
     import torch
     from torch import nn
 
@@ -144,8 +144,10 @@ class HookSpecs:
         raise NotImplementedError
 
     @_spec
-    def register_commands(self, commands: click.Group) -> None:
-        """notify: add subcommands to `smalti` with `commands.add_command`.
+    def register_commands(self, commands: CommandCollector) -> None:
+        """notify: add subcommands to `smalti` with `commands.add_command`, or `commands.add_deferred` to import them when used.
+
+        `commands.below("config")` takes further subcommands of a group of the core.
 
         Called each time the command line is parsed. Import what a command needs inside the command.
         """

@@ -134,5 +134,7 @@ def test_words_of_the_authors_own_have_to_be_refused_too(tmp_path, monkeypatch):
 
 
 def test_commands_are_checked_without_torch():
-    script = "import sys; from smalti_testing import check_commands; check_commands('runs'); assert 'torch' not in sys.modules"
+    script = (
+        "import sys; from smalti_testing import check_commands; check_commands('commands'); assert 'torch' not in sys.modules"
+    )
     assert subprocess.run([sys.executable, "-c", script]).returncode == 0

@@ -91,7 +91,9 @@ def test_without_any_family_the_packages_that_have_some_are_named(run, monkeypat
 
 
 def test_short_help_has_the_options_that_most_runs_need_and_full_help_all(run, schema):
-    short, full = (run("train", each, "--plugins=toy")[1].replace("--[no_]", "--") for each in ("--help", "--help-all"))
+    short, full = (
+        run("train", each, "--plugins=toy,trackers")[1].replace("--[no_]", "--") for each in ("--help", "--help-all")
+    )
     levels = {option.name: option.level for option in schema.options.values()}
     assert [name for name, level in levels.items() if (f"  --{name}" in short) != (level == "basic")] == []
     assert [name for name in levels if f"  --{name}" not in full] == []
@@ -128,7 +130,14 @@ MANY = {
 def test_every_kind_of_problem_is_told_in_one_round(run, write, tmp_path, way):
     data = write("data.json", json.dumps([{"id": "a", "instance_data_dir": "x", "croop": True}, {"id": "b", "type": "nfs"}]))
     told = (*filter(None, MANY.values()), "unknown key 'croop'", "type: 'nfs' is unknown")
-    words = ["train", *way, "--plugins=toy", "--model_family=toy", "--max_train_steps=100", f"--output_dir={tmp_path / 'run'}"]
+    words = [
+        "train",
+        *way,
+        "--plugins=toy,trackers",
+        "--model_family=toy",
+        "--max_train_steps=100",
+        f"--output_dir={tmp_path / 'run'}",
+    ]
     code, _, errors = run(*words, f"--data_backend_config={data}", *MANY)
     assert (code, [each for each in told if each not in errors]) == (2, [])
     assert f"the configuration has {len(told) + 1} problems" in errors  # several machines need an address as well
@@ -212,7 +221,7 @@ def test_show_prints_toml_with_sources_and_differences(run, write, monkeypatch):
 
 
 def test_show_has_every_value_with_its_source_for_machines(run, schema):
-    shown = json.loads(run("config", "show", "--json", "--seed=5", "--plugins=toy")[1])
+    shown = json.loads(run("config", "show", "--json", "--seed=5", "--plugins=toy,trackers")[1])
     assert shown["values"]["seed"] == {"value": 5, "source": "flag (--seed)"}
     assert shown["values"].keys() == schema.options.keys()
 

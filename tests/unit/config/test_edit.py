@@ -35,8 +35,8 @@ EDITS = {
     "TOML, words stay words": ("a.toml", 'report-to = "c" # y\nseed = 3\n', 'report-to = "a,b" # y\nseed = 3\n'),
     "TOML, in its section": (
         "a.toml",
-        "[tracking]\n# y\nlog_interval = 2\n",
-        '[tracking]\n# y\nlog_interval = 2\nreport_to = ["a", "b"]\n',
+        '[trackers]\n# y\ntracker_project_name = "x"\n',
+        '[trackers]\n# y\ntracker_project_name = "x"\nreport_to = ["a", "b"]\n',
     ),
     "TOML, empty": ("a.toml", "", 'report_to = ["a", "b"]\n'),
     "TOML of Windows": ("a.toml", "seed = 3\r\n# x\r\n", 'seed = 3\r\n# x\r\nreport_to = ["a", "b"]\r\n'),
@@ -51,8 +51,8 @@ EDITS = {
     "JSON, empty": ("a.json", "{ }", '{"report_to": "a,b" }'),
     "JSON, in its section": (
         "a.json",
-        '{"tracking": {"log_interval": 2}, "seed": 3}',
-        '{"tracking": {"log_interval": 2, "report_to": "a,b"}, "seed": 3}',
+        '{"trackers": {"tracker_project_name": "x"}, "seed": 3}',
+        '{"trackers": {"tracker_project_name": "x", "report_to": "a,b"}, "seed": 3}',
     ),
     "YAML, new": ("a.yaml", "# x\nseed: 3", '# x\nseed: 3\nreport_to: "a,b"\n'),
     "YAML, with a comment": ("a.yml", "report_to: c  # y\nseed: 3\n", 'report_to: "a,b"  # y\nseed: 3\n'),
@@ -70,7 +70,7 @@ def test_one_value_changes_and_every_other_byte_stays(put, name, before, after):
         ("a.yaml", "{seed: 3}\n", 'report_to: "a,b"'),
         ("a.yaml", "report_to:\n  - c\n", 'report_to: ["a", "b"]'),
         ("a.yaml", "seed: 3\n...\n", 'report_to: "a,b"'),
-        ("a.yaml", "tracking: {log_interval: 2}\n", 'report_to: "a,b", under tracking'),
+        ("a.yaml", "trackers: {tracker_project_name: x}\n", 'report_to: "a,b", under trackers'),
     ],
 )
 def test_what_cannot_be_changed_in_one_place_is_refused_with_the_line_to_write(write, schema, name, text, line):

@@ -4,13 +4,14 @@ from pathlib import Path
 
 import pytest
 
-from smalti.builtin.core import OPTIMIZERS
 from smalti.config.optimizer_names import ALIASES, REFUSED, SETTINGS, normalised, own_name
 from smalti.config.resolution import draft, resolve
-from smalti.plugins.discovery import load_plugins
+from smalti.hookspecs import HookSpecs
+from smalti.plugins.discovery import Selection, load_plugins
 from smalti.plugins.schema import schema_of
 
 SCHEMA = schema_of(load_plugins())
+OPTIMIZERS = load_plugins(Selection(only=("optimizers",))).gather(HookSpecs.register_optimizers)
 SETTING_NAMES = ("adam_beta1", "adam_beta2", "adam_epsilon", "adam_weight_decay")
 
 

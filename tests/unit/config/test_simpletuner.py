@@ -5,7 +5,7 @@ import json
 import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
 
-from smalti.config import DataOptions, ObjectiveOptions, RunOptions, Schema, TrackingOptions, translate_reference_options
+from smalti.config import DataOptions, ObjectiveOptions, RunOptions, Schema, translate_reference_options
 from smalti.config.core_options import GROUPS
 from smalti.config.known_packages import PLUGINS
 from smalti.config.simpletuner.rules import is_neutral
@@ -145,8 +145,6 @@ def test_an_unknown_option_that_is_null_is_a_spelling_mistake_all_the_same(from_
         ({"caption_strategy": "instance_prompt", "instance_prompt": "a"}, DataOptions, {"caption_strategy": "instanceprompt"}),
         ({"num_train_epochs": 0, "max_train_steps": 10}, RunOptions, {"num_train_epochs": None, "max_train_steps": 10}),
         ({"num_train_epochs": 3, "max_train_steps": "0"}, RunOptions, {"num_train_epochs": 3, "max_train_steps": None}),
-        ({"report_to": "none"}, TrackingOptions, {"report_to": ()}),
-        ({"report_to": "none,tensorboard"}, TrackingOptions, {"report_to": ("tensorboard",)}),
     ],
 )
 def test_a_value_keeps_its_meaning(from_file, values, group, expected):

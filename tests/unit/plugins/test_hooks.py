@@ -13,6 +13,7 @@ from smalti.plugins.caches import find_cache
 from smalti.plugins.lookup import choose_distributed
 from smalti.plugins.registry import PluginInfo
 from smalti.plugins.schema import check, schema_of
+from smalti.types import CommandCollector
 
 
 class GlitterOptions(smalti.Options):
@@ -92,7 +93,7 @@ def test_hook_check_config_complaints_come_together_with_the_cores(sparkling, co
 
 
 def test_hook_register_commands_adds_a_command(sparkling):
-    group = click.Group()
+    group = CommandCollector()
     sparkling.notify(HookSpecs.register_commands, commands=group)
     assert {"glitter", "run"} <= group.commands.keys()
 

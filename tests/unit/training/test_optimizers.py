@@ -1,5 +1,7 @@
 """Optimizers by name, and who gets weight decay."""
 
+from pathlib import Path
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -10,6 +12,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from smalti import CheckpointError, OptimizerEntry, UserError
 from smalti.builtin.core import OPTIMIZERS
 from smalti.config.resolution import resolve
+from smalti.errors import MissingPlugin
 from smalti.plugins.discovery import load_plugins
 from smalti.plugins.lookup import find_optimizer
 from smalti.plugins.schema import schema_of
@@ -172,7 +175,14 @@ def test_the_help_names_every_optimizer_on_offer():
 def test_an_unknown_optimizer_is_answered_with_the_nearest_name():
     with pytest.raises(UserError, match="Unknown optimizer 'adamv'") as caught:
         find_optimizer("adamv", OPTIMIZERS)
-    assert caught.value.fix.startswith("did you mean adamw? known: adafactor, adafactor_scaled, adagrad, adamw, adamw8bit,")
+    assert caught.value.fix.startswith("did you mean adamw? known: adafactor, adafactor_scaled, adagrad, adamw, muon, sgd")
+
+
+def test_an_optimizer_of_a_package_that_is_not_installed_is_answered_with_the_package(monkeypatch):
+    monkeypatch.setattr("smalti.config.known_packages.installed", lambda name: False)
+    with pytest.raises(MissingPlugin, match="Unknown optimizer 'AdamW8bit'") as caught:
+        find_optimizer("AdamW8bit", OPTIMIZERS)
+    assert caught.value.fix == f"pip install {Path(__file__).parents[3] / 'plugins/optimizers'}"
 
 
 def test_names_may_have_dashes_and_any_case():

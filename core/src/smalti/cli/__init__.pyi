@@ -1,5 +1,5 @@
 from .arguments import CommandLine as CommandLine
-from .entry import built_in_commands as built_in_commands, main as main, main_train as main_train
+from .entry import main as main, main_train as main_train
 from .output import counted as counted, format_bytes as format_bytes, print_table as print_table, write_output as write_output
 from .pages.help import (
     Command as Command,

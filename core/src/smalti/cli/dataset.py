@@ -21,7 +21,6 @@ from smalti.data import (
     catalog_of,
     choose_columns,
     data_rules,
-    dataset_reference,
     dataset_specs,
     parquet_files,
     scan_buckets,
@@ -154,12 +153,6 @@ def order(arguments: tuple[str, ...], batches: int, position: int, as_json: bool
         _show({"batches": report.batches(data, shape, positions, visits), "notices": notices})
     else:
         _show("\n".join([report.batches_text(data, shape, positions, visits), *(f"note: {notice}" for notice in notices)]))
-
-
-@dataset.command(examples=("smalti dataset reference",))
-def reference() -> None:
-    """Print all keys of a dataset entry as Markdown."""
-    click.echo(dataset_reference(), nl=False)
 
 
 @dataset.command(

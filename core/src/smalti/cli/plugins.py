@@ -10,10 +10,11 @@ from dataclasses import asdict
 import click
 
 from smalti.cli.output import counted, print_table
-from smalti.cli.pages.help import Command, CommandCollector
-from smalti.config import packages_with_families
+from smalti.cli.pages.help import Command
+from smalti.config import family_packages
 from smalti.hookspecs import HookSpecs
 from smalti.plugins import BUILT_IN, PluginInfo, Plugins, RegisterHook, load_plugins, selection_of
+from smalti.types import CommandCollector
 
 _ADDS: Mapping[RegisterHook, str] = {
     HookSpecs.register_model_families: "families",
@@ -54,7 +55,7 @@ def plugins(hooks: bool, as_json: bool, only: tuple[str, ...], without: tuple[st
     ]
     print_table(("plugin", "version", "state", "hooks" if hooks else "adds"), rows, colours=_COLOURS)
     if not families:
-        click.echo(f"\nno model family installed: {packages_with_families()}")
+        click.echo(f"\nno model family installed: {family_packages()}")
 
 
 def _added(name: str, loaded: Plugins) -> dict[str, list[str]]:

@@ -34,17 +34,17 @@ from .files import (
     read_text as read_text,
 )
 from .known_packages import (
-    KIT as KIT,
     PLUGINS as PLUGINS,
+    family_packages as family_packages,
     package_of_cache as package_of_cache,
     package_of_checkpoint as package_of_checkpoint,
     package_of_command as package_of_command,
     package_of_family as package_of_family,
+    package_of_optimizer as package_of_optimizer,
     package_of_option as package_of_option,
     package_of_scheme as package_of_scheme,
     package_of_storage as package_of_storage,
     package_of_topic as package_of_topic,
-    packages_with_families as packages_with_families,
 )
 from .options import (
     Level as Level,

@@ -22,6 +22,7 @@ from smalti.errors import MissingPlugin, Problem
 class Package:
     """One package of the project, with the names of what it adds.
 
+    `commands` are those of `smalti`, and with the name of a group before it, those that it adds to a group.
     `folder` is its folder below plugins/, if that is not called as the plugin is.
     `accelerate` has sections of an Accelerate YAML and values of its `distributed_type`. `checkpoints` has (pattern, format):
     files that mark a folder as a checkpoint of that format. `strategy` is the title of its distributed plan. `schemes` are
@@ -34,6 +35,7 @@ class Package:
     commands: tuple[str, ...] = ()
     caches: tuple[str, ...] = ()
     families: tuple[str, ...] = ()
+    optimizers: tuple[str, ...] = ()
     storages: tuple[str, ...] = ()
     accelerate: tuple[str, ...] = ()
     checkpoints: tuple[tuple[str, str], ...] = ()
@@ -114,6 +116,7 @@ PACKAGES = (
         options=("deepspeed_config", "offload_param_path"),
         commands=("deepspeed",),
         caches=("deepspeed-offload",),
+        optimizers=("deepspeed_adam", "deepspeed_lamb", "deepspeed_lion"),
         accelerate=("DEEPSPEED", "deepspeed_config"),
         checkpoints=tuple(
             (f"{folder}{kind}_rank_*_model_states.pt", "deepspeed") for folder in ("", "*/") for kind in ("mp", "zero_pp")
@@ -155,7 +158,9 @@ PACKAGES = (
         options=("toy_width", "toy_depth", "toy_heads", "toy_patch", "toy_sample_shift"),
         families=("toy",),
     ),
+    Package(plugin="optimizers", optimizers=("adamw8bit", "lion", "prodigy", "stableadamw")),
     Package(plugin="plots"),
+    Package(plugin="trackers", folder="plots", options=("report_to", "tracker_project_name")),
     Package(
         plugin="hub",
         options=("push_to_hub", "push_checkpoints_to_hub", "hub_model_id", "hub_private", "hub_timeout"),
@@ -195,11 +200,10 @@ PACKAGES = (
         commands=("health",),
     ),
     Package(plugin="webui", commands=("ui",)),
+    Package(plugin="testing", commands=("plugin", "dataset reference")),
 )
 
 PLUGINS = {package.plugin: package for package in PACKAGES}
-KIT = Package(plugin="testing")
-"""The contract tests for plugins: a package without a plugin."""
 
 
 @cache
@@ -256,7 +260,12 @@ def package_of_family(name: str) -> Package | None:
     return next((package for package in PACKAGES if name.lower().replace("-", "_") in package.families), None)
 
 
-def packages_with_families() -> str:
+def package_of_optimizer(name: str) -> Package | None:
+    """The package that has this optimizer, named as it is registered."""
+    return next((package for package in PACKAGES if name in package.optimizers), None)
+
+
+def family_packages() -> str:
     """The families of each package and how to install it, for a machine without any family."""
     return "; or ".join(f"{', '.join(package.families)}: {package.fix}" for package in PACKAGES if package.families)
 

@@ -29,6 +29,7 @@ _ADAGRAD = {"adam_epsilon": 1e-10, "adam_weight_decay": 0.0}
 _FP32 = "weights and optimizer state are in fp32"
 _FP32_STATE = "its state is in fp32, 4 bytes per weight and moment"
 _8_BITS = "its state is in 8 bits"
+_DECOUPLED, _NO_SDNQ = "weight decay is decoupled", "it has none of SDNQ's settings"
 _NOT_PAGED = "its state is not paged to host memory"
 
 SETTINGS: Mapping[str, Mapping[str, float]] = {
@@ -47,8 +48,8 @@ ALIASES: Mapping[str, Alias] = {
     # SimpleTuner's
     "adamw_bf16": Alias(name="adamw", settings=_EPSILON, difference=_FP32),
     "torch_adamw": Alias(name="adamw"),
-    "torch_adam": Alias(name="adamw", settings=_ADAM, difference="weight decay is decoupled"),
-    "torch_adagrad": Alias(name="adagrad", settings=_ADAGRAD, difference="weight decay is decoupled"),
+    "torch_adam": Alias(name="adamw", settings=_ADAM, difference=_DECOUPLED),
+    "torch_adagrad": Alias(name="adagrad", settings=_ADAGRAD, difference=_DECOUPLED),
     "torch_adafactor": Alias(name="adafactor_scaled", settings=_ADAM),
     "optimi_adamw": Alias(name="adamw", settings=_OPTIMI, difference=_FP32),
     "optimi_adam": Alias(name="adamw", settings=_OPTIMI, difference=f"{_FP32}, weight decay is decoupled"),
@@ -61,32 +62,26 @@ ALIASES: Mapping[str, Alias] = {
     "bnb_adamw_paged": Alias(name="adamw", settings=_EPSILON, difference=f"{_FP32}; {_NOT_PAGED}"),
     "bnb_adamw8bit": Alias(name="adamw8bit", settings=_EPSILON, difference="weights are in fp32"),
     "bnb_adamw8bit_paged": Alias(name="adamw8bit", settings=_EPSILON, difference=_NOT_PAGED),
-    "bnb_adam": Alias(name="adamw", settings=_ADAM, difference="weight decay is decoupled"),
-    "bnb_adam8bit": Alias(name="adamw8bit", settings=_ADAM, difference="weight decay is decoupled"),
+    "bnb_adam": Alias(name="adamw", settings=_ADAM, difference=_DECOUPLED),
+    "bnb_adam8bit": Alias(name="adamw8bit", settings=_ADAM, difference=_DECOUPLED),
     "bnb_lion": Alias(name="lion", settings=_LION),
     "bnb_lion_paged": Alias(name="lion", settings=_LION, difference=_NOT_PAGED),
     "bnb_lion8bit": Alias(name="lion", settings=_LION, difference=_FP32_STATE),
     "bnb_lion8bit_paged": Alias(name="lion", settings=_LION, difference=f"{_FP32_STATE}; {_NOT_PAGED}"),
-    "bnb_adagrad": Alias(name="adagrad", settings=_ADAGRAD, difference="weight decay is decoupled"),
+    "bnb_adagrad": Alias(name="adagrad", settings=_ADAGRAD, difference=_DECOUPLED),
     "bnb_adagrad8bit": Alias(name="adagrad", settings=_ADAGRAD, difference=_FP32_STATE),
-    "sdnq_adamw": Alias(name="adamw8bit", difference="it has none of SDNQ's settings"),
-    "sdnq_adamw+no_quant": Alias(name="adamw", difference="it has none of SDNQ's settings"),
+    "sdnq_adamw": Alias(name="adamw8bit", difference=_NO_SDNQ),
+    "sdnq_adamw+no_quant": Alias(name="adamw", difference=_NO_SDNQ),
     "sdnq_lion": Alias(name="lion", difference=_FP32_STATE),
-    "sdnq_adafactor": Alias(name="adafactor", difference="it has none of SDNQ's settings"),
-    "sdnq_muon": Alias(name="muon", difference="it has none of SDNQ's settings"),
-    "sdnq_muon+quantized_matmul": Alias(name="muon", difference="it has none of SDNQ's settings"),
+    "sdnq_adafactor": Alias(name="adafactor", difference=_NO_SDNQ),
+    **dict.fromkeys(("sdnq_muon", "sdnq_muon+quantized_matmul"), Alias(name="muon", difference=_NO_SDNQ)),
     # kohya's, ai-toolkit's and OneTrainer's
-    "adam": Alias(name="adamw", settings=_ADAM, difference="weight decay is decoupled"),
-    "adam8": Alias(name="adamw8bit", settings=_ADAM, difference="weight decay is decoupled"),
-    "adam8bit": Alias(name="adamw8bit", settings=_ADAM, difference="weight decay is decoupled"),
-    "adam_8bit": Alias(name="adamw8bit", settings=_ADAM, difference="weight decay is decoupled"),
-    "adamw8": Alias(name="adamw8bit"),
-    "adamw_8bit": Alias(name="adamw8bit"),
-    "pagedadamw": Alias(name="adamw", difference=_NOT_PAGED),
-    "pagedadamw32bit": Alias(name="adamw", difference=_NOT_PAGED),
+    "adam": Alias(name="adamw", settings=_ADAM, difference=_DECOUPLED),
+    **dict.fromkeys(("adam8", "adam8bit", "adam_8bit"), Alias(name="adamw8bit", settings=_ADAM, difference=_DECOUPLED)),
+    **dict.fromkeys(("adamw8", "adamw_8bit"), Alias(name="adamw8bit")),
+    **dict.fromkeys(("pagedadamw", "pagedadamw32bit"), Alias(name="adamw", difference=_NOT_PAGED)),
     "pagedadamw8bit": Alias(name="adamw8bit", difference=_NOT_PAGED),
-    "lion8bit": Alias(name="lion", difference=_FP32_STATE),
-    "lion_8bit": Alias(name="lion", difference=_FP32_STATE),
+    **dict.fromkeys(("lion8bit", "lion_8bit"), Alias(name="lion", difference=_FP32_STATE)),
     "pagedlion8bit": Alias(name="lion", difference=f"{_FP32_STATE}; {_NOT_PAGED}"),
     "adagrad_8bit": Alias(name="adagrad", difference=_FP32_STATE),
     "prodigy8bit": Alias(name="prodigy", settings={"learning_rate": 1.0}, difference=_FP32_STATE),

@@ -11,8 +11,8 @@ from .cache.embedding_cache import CachedTexts as CachedTexts
 from .cache.encode_ahead import Encoded as Encoded, encode_ahead as encode_ahead
 from .datasets.catalog import BUILT_IN_METADATA as BUILT_IN_METADATA, BUILT_IN_STORAGES as BUILT_IN_STORAGES, Catalog as Catalog
 from .datasets.held_out import HeldOut as HeldOut, HeldOutImages as HeldOutImages
+from .datasets.keys import DATASET_KEYS as DATASET_KEYS, SIMPLETUNER_KEYS as SIMPLETUNER_KEYS
 from .datasets.parse import DataDefaults as DataDefaults, parse_datasets as parse_datasets
-from .datasets.reference import dataset_reference as dataset_reference
 from .datasets.simpletuner import is_comment as is_comment
 from .datasets.sources import (
     LISTED as LISTED,

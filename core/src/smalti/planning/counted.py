@@ -24,7 +24,10 @@ from smalti.plugins import CacheFile, Plugins, Selection, family_entry, find_fam
 
 CACHE = "model-facts"
 _UNRELATED = frozenset(
-    ("run", "launch", "optimizer", "validation", "checkpoints", "tracking", "plugins", "fsdp", "context", "deepspeed")
+    (
+        *("run", "launch", "optimizer", "validation", "checkpoints", "tracking", "plugins", "fsdp", "context", "deepspeed"),
+        "trackers",
+    )
 )
 """Sections of options that change no count."""
 _SHOWN = 2000

@@ -18,15 +18,14 @@ GROUP = "smalti.plugins"
 
 BUILT_IN = {
     "core": "smalti.builtin.core",
+    "commands": "smalti.cli.commands",
     "ddp": "smalti.builtin.ddp",
     "events": "smalti.builtin.run_directory",
     "console": "smalti.builtin.console",
     "folders": "smalti.builtin.folders",
     "hangs": "smalti.builtin.hangs",
-    "runs": "smalti.cli.runs",
-    "trackers": "smalti.builtin.trackers",
 }
-ESSENTIAL = frozenset({"core", "ddp", "events"})
+ESSENTIAL = frozenset({"core", "commands", "ddp", "events"})
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, cast
 
-from smalti.config import Config, ModelOptions, OptimizerOptions, package_of_family, packages_with_families
+from smalti.config import Config, ModelOptions, OptimizerOptions, family_packages, package_of_family, package_of_optimizer
 from smalti.errors import BrokenPlugin, MissingPlugin, UserError
 from smalti.hookspecs import HookSpecs
 from smalti.plugins.factories import create
@@ -27,12 +27,16 @@ def family_entry(config: Config, plugins: Plugins) -> FamilyEntry:
     if name is not None and (package := package_of_family(name)):
         raise package.error(message)
     if not entries:
-        raise MissingPlugin("no model family installed", fix=packages_with_families())
+        raise MissingPlugin("no model family installed", fix=family_packages())
     if name is None:
         raise UserError("no model family given", fix=f"--model_family=NAME; known: {', '.join(entries)}")
-    near = get_close_matches(name, entries, n=3)
-    hint = f"did you mean {' or '.join(near)}? " if near else ""
-    raise UserError(message, fix=f"{hint}known: {', '.join(entries)}")
+    raise UserError(message, fix=f"{_near(name, entries)}known: {', '.join(entries)}")
+
+
+def _near(name: str, known: Collection[str]) -> str:
+    """The question whether a similar name is meant, "" without one."""
+    near = get_close_matches(name, known, n=3)
+    return f"did you mean {' or '.join(near)}? " if near else ""
 
 
 def known_families(plugins: Plugins) -> dict[str, FamilyEntry]:
@@ -77,14 +81,17 @@ def choose_distributed(config: Config, plugins: Plugins) -> DistributedPlan:
 
 
 def find_optimizer(name: str, entries: Sequence[OptimizerEntry]) -> OptimizerEntry:
-    """The optimizer of this name, in any case, with dashes or underscores. Raises UserError with similar names."""
+    """The optimizer of this name, in any case, with dashes or underscores. Raises UserError with similar names,
+    or with the package to install.
+    """
     wanted = name.lower().replace("-", "_")
     known = {entry.name: entry for entry in entries}
     if wanted in known:
         return known[wanted]
-    near = get_close_matches(wanted, known, n=3)
-    hint = f"did you mean {' or '.join(near)}? " if near else ""
-    raise UserError(f"Unknown optimizer '{name}'.", fix=f"{hint}known: {', '.join(sorted(known))}")
+    message = f"Unknown optimizer '{name}'."
+    if package := package_of_optimizer(wanted):
+        raise package.error(message)
+    raise UserError(message, fix=f"{_near(wanted, known)}known: {', '.join(sorted(known))}")
 
 
 def check_strategy(plan: DistributedPlan, config: Config, plugins: Plugins) -> None:

@@ -23,6 +23,14 @@ from .optim.optimizers import (
     matrices as matrices,
     parameter_groups as parameter_groups,
 )
+from .optim.shards import (
+    count_step as count_step,
+    grouped as grouped,
+    local_part as local_part,
+    local_parts as local_parts,
+    sum_over_shards as sum_over_shards,
+    with_gradients as with_gradients,
+)
 from .resume import check_adapter as check_adapter
 from .resume_checks import check_resumable as check_resumable
 from .run import Run as Run

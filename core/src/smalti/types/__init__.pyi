@@ -1,3 +1,4 @@
+from .commands import CommandCollector as CommandCollector, Deferred as Deferred
 from .distribution import (
     Block as Block,
     DistributedPlan as DistributedPlan,

@@ -33,7 +33,7 @@ FLAG = "fsdp_transformer_layer_cls_to_wrap"
 CACHE = "fsdp-blocks"
 _LIBRARIES = ("smalti", "torch", "diffusers", "transformers")
 _SHAPELESS = frozenset(
-    ("run", "data", "training", "optimizer", "validation", "checkpoints", "launch", "tracking", "fsdp", "context")
+    ("run", "data", "training", "optimizer", "validation", "checkpoints", "launch", "tracking", "trackers", "fsdp", "context")
 )
 """Groups of options that do not change the model. All others count, also of plugins: a family may use any of them."""
 _SHAPING = frozenset(("resolution", "resolution_type"))

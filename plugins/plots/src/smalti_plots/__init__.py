@@ -1,1 +1,1 @@
-"""The loss plot of a smalti run, and the contact sheet of its validation images. Importing this imports no matplotlib."""
+"""The loss plot of a smalti run, the contact sheet of its validation images, trackers. Importing it imports no matplotlib."""

@@ -1,6 +1,6 @@
 """The contract of the commands that a plugin adds to `smalti`. Imports no torch; the commands run in a process of their own.
 
-It looks at the plugin as it is installed. "core" stands for the commands of smalti itself.
+It looks at the plugin as it is installed. "commands" is the plugin of smalti's own.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import cast
 
 import click
 
-from smalti.cli import built_in_commands
+from smalti import CommandCollector
 from smalti.hookspecs import HookSpecs
 from smalti_testing.contract import BrokenContract, Contract, expect
 from smalti_testing.plugins import PluginSubject, environment_for
@@ -34,11 +34,9 @@ class CommandSubject:
     @cached_property
     def commands(self) -> dict[str, click.Command]:
         """By name, as the plugin registers them."""
-        if self.plugin == "core":
-            return built_in_commands()
-        group = click.Group()
+        group = CommandCollector()
         PluginSubject(self.plugin).answer(HookSpecs.register_commands, commands=group)
-        return dict(group.commands)
+        return _members(group)
 
     @cached_property
     def paths(self) -> dict[tuple[str, ...], click.Command]:
@@ -49,7 +47,7 @@ class CommandSubject:
             path, command = rest.pop()
             found[path] = command
             if isinstance(command, click.Group):
-                rest += [((*path, name), each) for name, each in command.commands.items()]
+                rest += [((*path, name), each) for name, each in _members(command).items()]
         return dict(sorted(found.items()))
 
     @cached_property
@@ -67,6 +65,11 @@ class CommandSubject:
         if done.returncode:
             raise BrokenContract(f"the process that runs the commands ended with status {done.returncode}:\n{done.stderr}")
         return cast(dict[str, object], json.loads(done.stdout.splitlines()[-1]))
+
+
+def _members(group: click.Group) -> dict[str, click.Command]:
+    found = {name: group.get_command(click.Context(group), name) for name in group.commands}
+    return {name: command for name, command in found.items() if command is not None}
 
 
 def check_commands(plugin: str, *refused: Sequence[str]) -> None:

@@ -12,8 +12,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-import click
-
+from smalti import CommandCollector
 from smalti.cli import main as smalti
 from smalti.config import resolve
 from smalti.hookspecs import HookSpecs
@@ -42,7 +41,7 @@ def main(name: str) -> None:
     config = resolve(schema_of(plugins), environment={"HF_HOME": os.devnull})
     for hook in (HookSpecs.declare_options, *FACTORIES):
         plugins.call_one(name, hook)
-    plugins.call_one(name, HookSpecs.register_commands, commands=click.Group())
+    plugins.call_one(name, HookSpecs.register_commands, commands=CommandCollector())
     plugins.call_one(name, HookSpecs.check_config, config=config)
     plugins.call_one(name, HookSpecs.configure_distributed, config=config)
     said = io.StringIO()

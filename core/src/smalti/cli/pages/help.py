@@ -15,8 +15,11 @@ from typing import Any
 import click
 
 from smalti.cli.pages.options import facts
-from smalti.config import Option, OptionGroup
-from smalti.errors import UserError
+from smalti.config import Option, OptionGroup, package_of_command
+from smalti.hookspecs import HookSpecs
+from smalti.plugins import load_plugins, selection_of
+from smalti.system import describe
+from smalti.types import CommandCollector
 
 _TERM = 32
 """Columns of an option's flag beside its help; a longer one has a line of its own."""
@@ -71,24 +74,41 @@ class Command(click.Command):
 
 
 class Group(Command, click.Group):
-    """A group of such commands."""
+    """A group of such commands, to which plugins may add others. They are asked only for what is not found here."""
 
     command_class = Command
     group_class = type
 
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return sorted({*self.commands, *self._added(ctx).commands})
 
-class CommandCollector(click.Group):
-    """The group that `register_commands` receives. It refuses duplicate names, and the names in `taken`."""
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        return self.commands.get(cmd_name) or self._added(ctx).commands.get(cmd_name)
 
-    def __init__(self, taken: Sequence[str] = ()) -> None:
-        super().__init__()
-        self._taken = frozenset(taken)
+    def resolve_command(self, ctx: click.Context, args: list[str]) -> tuple[str | None, click.Command | None, list[str]]:
+        name = args[0] if isinstance(self, Root) else f"{self.name} {args[0]}"
+        if self.get_command(ctx, args[0]) is None and (package := package_of_command(name)):
+            raise package.error(f"the command {name!r} belongs to {package.distribution}")
+        return super().resolve_command(ctx, args)
 
-    def add_command(self, cmd: click.Command, name: str | None = None) -> None:
-        name = name or cmd.name
-        if name in self._taken or name in self.commands:
-            raise UserError(f"the command {name!r} already exists", fix="disable the plugin with --without")
-        super().add_command(cmd, name)
+    def _added(self, ctx: click.Context) -> CommandCollector:
+        root = ctx.find_root().command
+        return root.from_plugins().below(self.name or "") if isinstance(root, Root) and root is not self else CommandCollector()
+
+
+class Root(Group):
+    """The group of all commands."""
+
+    def from_plugins(self) -> CommandCollector:
+        """The commands of all plugins. Plugins that the environment disables are not imported."""
+        commands = CommandCollector()
+        plugins = load_plugins(selection_of((), None, os.environ), strict=False)
+        for name in reversed(plugins.implementers(HookSpecs.register_commands)):
+            try:
+                plugins.call_one(name, HookSpecs.register_commands, commands=commands)
+            except Exception as error:  # noqa: BLE001 - a faulty plugin must not disable the other commands
+                click.echo(f"smalti: warning: ignoring the commands of plugin {name!r}: {describe(error)}", err=True)
+        return commands
 
 
 def write_examples(formatter: click.HelpFormatter, examples: Sequence[str]) -> None:

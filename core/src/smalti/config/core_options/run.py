@@ -1,4 +1,4 @@
-"""Options of the run, its checkpoints, its trackers and the choice of plugins."""
+"""Options of the run, its checkpoints, its metrics and the choice of plugins."""
 
 from __future__ import annotations
 
@@ -22,14 +22,6 @@ def _or_none(value: object) -> object:
 def _zero_is_none(value: object) -> object:
     """0 as no value: the other of two lengths decides."""
     return None if value in (0, "0") and not isinstance(value, bool) else value
-
-
-def _without_none(value: object) -> object:
-    """A list of names without "none", which stands for an empty list in other trainers."""
-    names = [name.strip() for name in value.split(",")] if isinstance(value, str) and not value.startswith("[") else value
-    if not isinstance(names, list | tuple):
-        return value
-    return [name for name in names if not isinstance(name, str) or name.lower() not in ("none", "null")]
 
 
 def _phase_deadlines(pairs: tuple[str, ...]) -> tuple[str, ...]:
@@ -173,10 +165,6 @@ class CheckpointOptions(Options):
 
 
 class TrackingOptions(Options):
-    report_to: Annotated[Names, BeforeValidator(_without_none)] = option(
-        (), help="Trackers in addition to events.jsonl: tensorboard, wandb and others that Accelerate supports, or all."
-    )
-    tracker_project_name: str = option("smalti", help="Project of the run in the trackers.", level="advanced")
     log_interval: int = option(1, help="Log metrics every N steps.", level="advanced", ge=1)
     device_tflops: float | None = option(
         None,

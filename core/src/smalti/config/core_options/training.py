@@ -62,8 +62,8 @@ class TrainingOptions(Options):
 class OptimizerOptions(Options):
     optimizer: Annotated[str, BeforeValidator(own_name)] = option(
         "adamw",
-        help="Optimizer: adafactor, adafactor_scaled, adagrad, adamw, adamw8bit, lion, muon, prodigy, sgd, stableadamw, "
-        "or one from a plugin.",
+        help="Optimizer: adafactor, adafactor_scaled, adagrad, adamw, muon, sgd, or one from a package. "
+        "All are in docs/optimizers.md.",
     )
     learning_rate: float = option(1e-4, help="Peak learning rate. Default: 0.0001, with prodigy 1.", ge=0)
     adam_beta1: float = option(0.9, help="Decay rate of the first moment.", level="advanced", ge=0, lt=1)

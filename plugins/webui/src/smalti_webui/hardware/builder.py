@@ -10,7 +10,7 @@ from functools import cache
 
 import click
 
-from smalti import HookSpecs, Problem, UserError
+from smalti import CommandCollector, HookSpecs, Problem, UserError
 from smalti.plugins import load_plugins
 from smalti_webui.hardware.json_places import line_in, line_of
 from smalti_webui.server.processes import Result, run_cli
@@ -95,7 +95,7 @@ class Built:
 def form_fields() -> tuple[FormField, ...]:
     """The choices, from the options of `smalti deepspeed build`. Raises UserError if the plugin is missing."""
     plugins = load_plugins(strict=False)
-    commands = click.Group()
+    commands = CommandCollector()
     if _PLUGIN in plugins.infos and plugins.infos[_PLUGIN].state == "active":
         plugins.call_one(_PLUGIN, HookSpecs.register_commands, commands=commands)
     group = commands.commands.get("deepspeed")

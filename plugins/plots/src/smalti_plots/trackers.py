@@ -4,12 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from importlib.util import find_spec
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
-from smalti.config import TrackingOptions
-from smalti.errors import Problem
-from smalti.hookspecs import hookimpl
-from smalti.types import Outcome, RunInfo, RunState, ValidationImage, ValidationResult
+from pydantic import BeforeValidator
+
+from smalti import (
+    Names,
+    OptionGroup,
+    Options,
+    Outcome,
+    Problem,
+    RunInfo,
+    RunState,
+    ValidationImage,
+    ValidationResult,
+    hookimpl,
+    option,
+)
 
 if TYPE_CHECKING:
     import numpy as np
@@ -25,6 +36,21 @@ _IMAGES: dict[str, dict[str, str]] = {"tensorboard": {"dataformats": "NHWC"}, "w
 _PACKAGES = {"comet_ml": "comet-ml"}
 
 
+def _without_none(value: object) -> object:
+    """A list of names without "none", which stands for an empty list in other trainers."""
+    names = [name.strip() for name in value.split(",")] if isinstance(value, str) and not value.startswith("[") else value
+    if not isinstance(names, list | tuple):
+        return value
+    return [name for name in names if not isinstance(name, str) or name.lower() not in ("none", "null")]
+
+
+class TrackerOptions(Options):
+    report_to: Annotated[Names, BeforeValidator(_without_none)] = option(
+        (), help="Trackers in addition to events.jsonl: tensorboard, wandb and others that Accelerate supports, or all."
+    )
+    tracker_project_name: str = option("smalti", help="Project of the run in the trackers.", level="advanced")
+
+
 class Trackers:
     """One tracker per name, on the main rank only."""
 
@@ -32,11 +58,15 @@ class Trackers:
         self._trackers: list[GeneralTracker] = []
 
     @hookimpl
+    def declare_options(self) -> list[OptionGroup]:
+        return [OptionGroup(name="trackers", title="Trackers", options=TrackerOptions)]
+
+    @hookimpl
     def check_config(self, config: Config) -> list[Problem]:
         from difflib import get_close_matches
 
         problems = []
-        for name in config[TrackingOptions].report_to:
+        for name in config[TrackerOptions].report_to:
             if name == ALL:
                 continue
             if name not in KNOWN:
@@ -50,7 +80,7 @@ class Trackers:
 
     @hookimpl
     def on_train_start(self, state: RunState, info: RunInfo) -> None:
-        options = info.config[TrackingOptions]
+        options = info.config[TrackerOptions]
         if not info.world.is_main or not options.report_to:
             return
         from accelerate.tracking import LOGGER_TYPE_TO_CLASS
@@ -84,7 +114,7 @@ class Trackers:
         self._trackers.clear()
 
 
-def tracker_names(options: TrackingOptions) -> list[str]:
+def tracker_names(options: TrackerOptions) -> list[str]:
     """The trackers to start, each once."""
     every = [name for name in KNOWN if find_spec(name) is not None] if ALL in options.report_to else []
     return list(dict.fromkeys([*every, *(name for name in options.report_to if name != ALL)]))

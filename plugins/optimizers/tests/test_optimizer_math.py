@@ -13,14 +13,14 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from smalti.checkpoint import Snapshot, load, save
 from smalti.parallel import GlooCommunicator, capture, restore
-from smalti.training.optim import adamw8bit
-from smalti.training.optim.adamw8bit import AdamW8bit, Codes, block_length, codebook
-from smalti.training.optim.lion import Lion
 from smalti.training.optim.optimizers import AdamW
-from smalti.training.optim.prodigy import Prodigy
 from smalti.training.optim.shards import grouped
-from smalti.training.optim.stable_adamw import StableAdamW
 from smalti.types import World
+from smalti_optimizers import adamw8bit
+from smalti_optimizers.adamw8bit import AdamW8bit, Codes, block_length, codebook
+from smalti_optimizers.lion import Lion
+from smalti_optimizers.prodigy import Prodigy
+from smalti_optimizers.stable_adamw import StableAdamW
 from support.forked_ranks import forked_processes
 
 SHAPES = {"matrix": (5, 3), "vector": (7,), "convolution": (4, 3, 2, 2), "number": ()}

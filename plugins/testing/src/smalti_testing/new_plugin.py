@@ -18,12 +18,12 @@ from string import Template
 import click
 from packaging.version import Version
 
-from smalti.cli.pages.help import Group
-from smalti.cli.pages.protocols import page
-from smalti.config import KIT, PLUGINS, package_of_family, package_of_storage
-from smalti.errors import UserError
+from smalti import UserError
+from smalti.cli import Group
+from smalti.config import PLUGINS, package_of_family, package_of_storage
 from smalti.hookspecs import HookSpecs
 from smalti.plugins import Plugins, RegisterHook, load_plugins, selection_of
+from smalti_testing.protocols import page
 
 _SUFFIX = ".tmpl"
 _LONGEST = 24
@@ -89,8 +89,8 @@ def new(name: str, kind: str, folder: Path | None, as_json: bool) -> None:
     values = _values(word, kind)
     folder = (folder or Path(values["distribution"])).expanduser()
     written = _write(folder, dict(_rendered(kind, values)))
-    missing = [package.target for package in (KIT, *(() if kind == "family" else (PLUGINS["toy"],))) if package.target]
-    steps = [f"pip install {shlex.join(missing)}"] if missing else []
+    toy = "" if kind == "family" else PLUGINS["toy"].target
+    steps = [f"pip install {shlex.quote(toy)}"] if toy else []
     steps += [f"cd {shlex.quote(str(folder))}", "pip install -e '.[test]'", "pytest", values["trial"]]
     if as_json:
         said = {"name": word, "kind": kind, "distribution": values["distribution"], "package": values["package"]}
@@ -134,7 +134,7 @@ def _holder(word: str, kind: str, plugins: Plugins) -> str:
     """What has this name already: a plugin, installed or official, or something of the kind that a plugin registers."""
     if word in plugins.infos:
         return f"an installed plugin ({plugins.infos[word].source})"
-    official = PLUGINS.get(word, KIT if word == KIT.plugin else None)
+    official = PLUGINS.get(word)
     if kind == "family":
         official = official or package_of_family(word)
     if kind == "storage":
@@ -166,7 +166,7 @@ def _values(word: str, kind: str) -> dict[str, str]:
 
 def _rendered(kind: str, values: Mapping[str, str]) -> Iterator[tuple[str, str]]:
     """Path and content of each file of a new package. The paths of the templates are templates too."""
-    templates = files("smalti.cli") / "templates"
+    templates = files("smalti_testing") / "templates"
     for top in ("every", kind):
         for path, template in _texts(templates / top, PurePosixPath()):
             yield Template(str(path)).substitute(values), Template(template).substitute(values)

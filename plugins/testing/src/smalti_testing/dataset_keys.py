@@ -8,17 +8,12 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Literal, Union, get_args, get_origin
 
+import click
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from smalti.data.datasets.parse import SWITCHES
-from smalti.data.datasets.simpletuner import REFUSED, UNSUPPORTED, WITHOUT_EFFECT, ExternalKey
-from smalti.data.datasets.spec import ENTRY_KEYS, CaptionShuffle, JsonTable
-from smalti.data.sources.archives.hub import HubDataset
-from smalti.data.sources.archives.row_images import ImageColumns
-from smalti.data.sources.archives.webdataset import WebDatasetMembers
-from smalti.data.sources.tables.columns import TableColumns
-from smalti.data.sources.urls.url_list import UrlList
+from smalti.cli import Command
+from smalti.data import DATASET_KEYS, SIMPLETUNER_KEYS
 
 SECTIONS: Mapping[str, tuple[str, ...]] = {
     "Images": ("id", "type", "dataset_type", "instance_data_dir", "kohya_folders", "metadata_backend", "json"),
@@ -72,29 +67,27 @@ _TYPES = {bool: "true \\| false", int: "integer", float: "number", Path: "path"}
 _NONE = type(None)
 
 
+@click.command(cls=Command, examples=("smalti dataset reference",))
+def reference() -> None:
+    """Print all keys of a dataset entry as Markdown."""
+    click.echo(dataset_reference(), nl=False)
+
+
 def dataset_reference() -> str:
     """Returns the page: all keys of a dataset entry, with those that have no effect and those that are refused."""
     return "\n".join(_lines()) + "\n"
 
 
 def _lines() -> Iterator[str]:
+    without_effect, refused, unsupported = SIMPLETUNER_KEYS
     yield "## All keys"
     for title, keys in SECTIONS.items():
-        yield from ("", f"### {title}", "", *_table((key, ENTRY_KEYS[key]) for key in keys))
-    yield from ("", f"`{SWITCHES[0]}: true` (or `{SWITCHES[1]}`) switches an entry off.")
-    yield from ("", "### The `json` block", "", *_table(JsonTable.model_fields.items()))
-    yield from ("", "### The `caption_shuffle` block", "", *_table(CaptionShuffle.model_fields.items()))
-    yield from ("", "### The `csv` and `parquet` blocks", "", *_table(TableColumns.model_fields.items()))
-    yield from ("", "### Columns of parquet files with images", "", *_table(ImageColumns.model_fields.items()))
-    yield from (
-        "",
-        "### Keys of `type: huggingface`",
-        "",
-        "In the entry or its `huggingface` block, with those above.",
-    )
-    yield from ("", *_table(HubDataset.model_fields.items()))
-    yield from ("", "### Keys of `type: csv`", "", *_table(UrlList.model_fields.items()))
-    yield from ("", "### The `webdataset` block", "", *_table(WebDatasetMembers.model_fields.items()))
+        yield from ("", f"### {title}", "", *_table((key, DATASET_KEYS[""][key]) for key in keys))
+    yield from ("", "`disabled: true` (or `disable`) switches an entry off.")
+    for title, fields in DATASET_KEYS.items():
+        if title:
+            note = ("In the entry or its `huggingface` block, with those above.", "") if "huggingface" in title else ()
+            yield from ("", f"### {title}", "", *note, *_table(fields.items()))
     yield from (
         "",
         "### Keys of SimpleTuner without an effect",
@@ -102,17 +95,17 @@ def _lines() -> Iterator[str]:
         "A notice says why, except for the value in the second column.",
     )
     yield from ("", "| key | accepted silently | why |", "|---|---|---|")
-    yield from (f"| `{key}` | {_silent(one)} | {one.why} |" for key, one in WITHOUT_EFFECT.items())
+    yield from (f"| `{key}` | {_silent(one.same)} | {one.why} |" for key, one in without_effect.items())
     yield from ("", "### Keys of SimpleTuner that are refused", "")
     yield "They change what is trained on. A value in the second column is accepted, because it changes nothing."
     yield from ("", "| key | accepted | why | what to do |", "|---|---|---|---|")
-    yield from (f"| `{key}` | {_silent(one)} | {one.why} | {one.fix} |" for key, one in REFUSED.items())
+    yield from (f"| `{key}` | {_silent(one.same)} | {one.why} | {one.fix} |" for key, one in refused.items())
     yield from ("", "### Values of SimpleTuner that are not supported yet", "", "| key | value | what to do |", "|---|---|---|")
-    yield from (f"| `{key}` | `{value}` | {fix} |" for key, values in UNSUPPORTED.items() for value, fix in values.items())
+    yield from (f"| `{key}` | `{value}` | {fix} |" for key, values in unsupported.items() for value, fix in values.items())
 
 
-def _silent(one: ExternalKey) -> str:
-    return ", ".join(f"`{json.dumps(value)}`" for value in one.same)
+def _silent(values: Iterable[object]) -> str:
+    return ", ".join(f"`{json.dumps(value)}`" for value in values)
 
 
 def _table(fields: Iterable[tuple[str, FieldInfo]]) -> Iterator[str]:

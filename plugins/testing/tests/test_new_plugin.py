@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from smalti.cli.entry import main
-from smalti.cli.plugin import KINDS
+from smalti.cli import main
+from smalti_testing.new_plugin import KINDS
 
 ROOT = Path(__file__).parents[3]
 
@@ -29,7 +29,7 @@ def new(capsys, *words: str) -> tuple[int, str, str]:
 
 
 def test_every_kind_has_templates_and_the_other_way_round():
-    folders = {each.name for each in (files("smalti.cli") / "templates").iterdir()}
+    folders = {each.name for each in (files("smalti_testing") / "templates").iterdir()}
     assert folders == {*KINDS, "every"}
 
 
@@ -52,13 +52,22 @@ def test_json_names_folder_files_and_commands(capsys, folder):
     assert said["next"][0] == "cd deep/er"
 
 
-def test_packages_that_its_tests_and_the_trial_need_come_first(capsys, monkeypatch):
+def test_the_package_that_the_trial_needs_comes_first(capsys, monkeypatch):
     monkeypatch.setattr("smalti.config.known_packages.installed", lambda name: False)
-    for kind, wanted in (("family", ["testing"]), ("observer", ["testing", "toy"])):
-        _, out, _ = new(capsys, f"my-{kind}", "--kind", kind, "--json")
-        first = json.loads(out)["next"][0].split()
-        assert first[:2] == ["pip", "install"]
-        assert [each.rpartition("/")[2].removeprefix("smalti-") for each in first[2:]] == wanted
+    first = {
+        kind: json.loads(new(capsys, f"my-{kind}", f"--kind={kind}", "--json")[1])["next"][0] for kind in ("family", "observer")
+    }
+    assert first == {"family": "cd smalti-my-family", "observer": f"pip install {ROOT / 'plugins/toy'}"}
+
+
+@pytest.mark.parametrize("words", [("plugin", "new", "pebble", "--kind=family"), ("dataset", "reference")])
+def test_without_the_package_its_commands_name_it(capsys, monkeypatch, words):
+    monkeypatch.setenv("SMALTI_WITHOUT", "testing")
+    monkeypatch.setattr("smalti.config.known_packages.installed", lambda name: False)
+    with pytest.raises(SystemExit) as left:
+        main(list(words))
+    errors = capsys.readouterr().err
+    assert (left.value.code, f"fix: pip install {ROOT / 'plugins/testing'}\n" in errors) == (4, True)
 
 
 def test_it_needs_no_torch(folder):

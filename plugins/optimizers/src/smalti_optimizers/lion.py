@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from smalti.training.optim.shards import count_step, grouped, local_parts, with_gradients
+from smalti.training import count_step, grouped, local_parts, with_gradients
 
 
 class Lion(torch.optim.Optimizer):

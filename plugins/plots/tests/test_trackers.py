@@ -8,13 +8,19 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from smalti.builtin.trackers import KNOWN, Trackers, plugin, tracker_names
-from smalti.config import TrackingOptions
+from smalti.config import Config, resolve
+from smalti.errors import ConfigError
+from smalti.plugins import Selection, load_plugins, schema_of
 from smalti.types import ValidationImage, ValidationResult, World
+from smalti_plots.trackers import KNOWN, TrackerOptions, Trackers, plugin, tracker_names
 
 
-def options(*names: str) -> TrackingOptions:
-    return TrackingOptions.model_validate({"report_to": names})
+def options(*names: str) -> TrackerOptions:
+    return TrackerOptions.model_validate({"report_to": names})
+
+
+def configure(*flags: str, without: tuple[str, ...] = ()) -> Config:
+    return resolve(schema_of(load_plugins(Selection(without=without))), flags, environment={})
 
 
 def test_all_are_those_whose_package_is_installed_each_once():
@@ -28,13 +34,13 @@ def test_none_starts_none(words):
     assert tracker_names(options(*words)) == []
 
 
-def test_all_is_no_unknown_tracker(configure):
+def test_all_is_no_unknown_tracker():
     assert plugin.check_config(configure("--report_to=all")) == []
     (problem,) = plugin.check_config(configure("--report_to=al"))
     assert "unknown tracker 'al'" in problem.message
 
 
-def test_tensorboard_has_validation_images_beside_those_of_the_model_before_training(configure, tmp_path):
+def test_tensorboard_has_validation_images_beside_those_of_the_model_before_training(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     for name, colour in (("base", "red"), ("fox", "blue")):
@@ -50,3 +56,17 @@ def test_tensorboard_has_validation_images_beside_those_of_the_model_before_trai
     pixels = np.asarray(Image.open(BytesIO(logged.encoded_image_string)))
     assert logged.step == 4
     assert {tuple(pixel) for pixel in pixels.reshape(-1, 3).tolist()} == {(255, 0, 0), (0, 0, 255)}
+
+
+def test_without_the_package_the_option_names_it(monkeypatch):
+    monkeypatch.setattr("smalti.config.known_packages.installed", lambda name: False)
+    with pytest.raises(ConfigError, match="report_to belongs to smalti-plots") as caught:
+        configure("--report_to=tensorboard", without=("all",))
+    assert (caught.value.exit_code, "plugins/plots" in str(caught.value)) == (4, True)
+
+
+@pytest.mark.parametrize(
+    ("given", "names"), [("none", ()), ("none,tensorboard", ("tensorboard",)), ("wandb,tensorboard", ("wandb", "tensorboard"))]
+)
+def test_names_are_separated_by_commas_and_none_is_no_name(given, names):
+    assert configure(f"--report_to={given}")[TrackerOptions].report_to == names

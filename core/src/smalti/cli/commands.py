@@ -1,0 +1,37 @@
+"""The built-in plugin that adds the core's commands, as other plugins add theirs."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from smalti.hookspecs import hookimpl
+
+if TYPE_CHECKING:
+    from smalti.types import CommandCollector
+
+
+class Commands:
+    @hookimpl
+    def register_commands(self, commands: CommandCollector) -> None:
+        add = commands.add_deferred
+        add("smalti.cli.train:train", "Train a model, or resume its training.", section="Training")
+        add(
+            "smalti.cli.jobs.plan:plan",
+            "Say what fits on which GPUs, and what is fastest, before a launch.",
+            section="Training",
+        )
+        add("smalti.cli.jobs.launch:launch", "Write the job with which SLURM or Kubernetes starts a run.", section="Training")
+        add("smalti.cli.run:run", "List, watch and control runs.", section="Training")
+        add(
+            "smalti.cli.checkpoint:checkpoint",
+            "List, inspect, verify, convert and export checkpoints.",
+            section="Training",
+        )
+        add("smalti.cli.dataset:dataset", "Scan datasets and check them against the batch size.", section="Data")
+        add("smalti.cli.cache:cache", "List, verify and remove caches.", section="Data")
+        add("smalti.cli.config:config", "Show, explain and convert the configuration.", section="Configuration")
+        add("smalti.cli.plugins:plugins", "List plugins and what each adds.", section="Configuration")
+        add("smalti.cli.doctor.command:doctor", "Check this node; each problem with its fix.", section="Node")
+
+
+plugin = Commands()

@@ -1,0 +1,1 @@
+"""AdamW in 8 bits, Lion, Prodigy and StableAdamW for smalti. Importing this imports no torch."""

@@ -1,0 +1,62 @@
+"""The optimizers by their names: built, decayed, and without the package."""
+
+import pytest
+import torch
+from torch import nn
+
+from smalti import MissingPlugin, OptimizerEntry
+from smalti.config import resolve
+from smalti.plugins import Selection, load_plugins, schema_of
+from smalti.plugins.lookup import check_strategy, choose_distributed
+from smalti.training import build_registered, matrices, parameter_groups
+from smalti_optimizers.plugin import plugin
+
+OPTIMIZERS = plugin.register_optimizers()
+DECAYING = [entry for entry in OPTIMIZERS if "weight_decay" in entry.accepts]
+
+
+def config(*flags: str):
+    return resolve(schema_of(load_plugins()), flags, environment={})
+
+
+@pytest.mark.parametrize("entry", OPTIMIZERS, ids=lambda entry: entry.name)
+def test_every_optimizer_lowers_a_loss(entry: OptimizerEntry):
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16), nn.Linear(16, 4))
+    settings = config(f"--optimizer={entry.name}", "--learning_rate=0.01")
+    optimizer = build_registered(parameter_groups(net, 0.01, matrices(net)), settings, OPTIMIZERS)
+    inputs, target = torch.randn(32, 8), torch.randn(32, 4)
+    losses = []
+    for _ in range(30):
+        loss = (net(inputs) - target).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0]
+
+
+@pytest.mark.parametrize("entry", DECAYING, ids=lambda entry: entry.name)
+def test_weights_without_a_gradient_shrink_by_the_rate_times_the_decay(entry: OptimizerEntry):
+    weight = nn.Parameter(torch.ones(2, 2))
+    groups = [{"params": [("weight", weight)], "weight_decay": 1.0}]
+    optimizer = build_registered(groups, config(f"--optimizer={entry.name}", "--learning_rate=1e-3"), OPTIMIZERS)
+    for _ in range(2):
+        weight.grad = torch.zeros(2, 2)
+        optimizer.step()
+    torch.testing.assert_close(weight.detach(), torch.full((2, 2), 0.999**2), rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("name", ["lion", "optimi-lion"])
+def test_an_older_configuration_names_the_package_where_it_is_absent(name, tmp_path, monkeypatch):
+    monkeypatch.setattr("smalti.config.known_packages.installed", lambda name: False)
+    (tmp_path / "config.toml").write_text(f'optimizer = "{name}"\n')
+    for present in (True, False):
+        plugins = load_plugins(Selection(without=() if present else ("all",)))
+        given = resolve(schema_of(plugins), (), file=tmp_path / "config.toml", environment={})
+        if present:
+            check_strategy(choose_distributed(given, plugins), given, plugins)
+            continue
+        with pytest.raises(MissingPlugin, match="Unknown optimizer 'lion'") as caught:
+            check_strategy(choose_distributed(given, plugins), given, plugins)
+        assert "plugins/optimizers" in (caught.value.fix or "")
