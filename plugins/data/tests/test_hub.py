@@ -10,11 +10,13 @@ import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
-from smalti.data import DataDefaults, DatasetSpec, parse_datasets
-from smalti.data.datasets.catalog import Catalog
-from smalti.data.sources.archives.hub import HubDataset
+from smalti.data import DataDefaults, DatasetSpec, catalog_of, parse_datasets
 from smalti.errors import ConfigError, UserError
+from smalti.plugins import load_plugins
+from smalti_data.archives.hub import HubDataset
 from support.hub_server import TOKEN, HubServer, hub_server
+
+CATALOG = catalog_of(load_plugins())
 
 
 @pytest.fixture(scope="module")
@@ -55,14 +57,14 @@ def parquet(*edges: int) -> bytes:
 
 def spec_of(**entry: object) -> DatasetSpec:
     specs, problems = parse_datasets(
-        [{"id": "hub", "type": "huggingface", **entry}], where="data.json", defaults=DataDefaults()
+        [{"id": "hub", "type": "huggingface", **entry}], where="data.json", defaults=DataDefaults(), catalog=CATALOG
     )
     assert problems == ()
     return specs[0]
 
 
 def found(**entry: object) -> dict[str, tuple[str, ...] | None]:
-    spec, catalog = spec_of(**entry), Catalog()
+    spec, catalog = spec_of(**entry), CATALOG
     storage = catalog.open_storage(spec)
     return {one.key: one.captions for one in catalog.open_source(spec, storage).list()}
 
@@ -126,7 +128,7 @@ def test_folders_of_the_datasets_library_are_read(tmp_path: Path) -> None:
     name = str(tmp_path / "saved")
     assert sorted(found(dataset_name=name).values()) == [("edge 4",), ("edge 5",)]
     assert sorted(found(dataset_name=name, split="test").values()) == [("edge 6",)]
-    spec, catalog = spec_of(dataset_name=name, caption_column={"text": 1}), Catalog()
+    spec, catalog = spec_of(dataset_name=name, caption_column={"text": 1}), CATALOG
     assert spec.caption_weights == (1,)
     source = catalog.open_source(spec, catalog.open_storage(spec))
     second = list(source.list())[1]
@@ -167,4 +169,4 @@ def test_the_files_of_a_split(keys: list[str], entry: dict[str, str], chosen: li
 )
 def test_entries_that_cannot_be_read(entry: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message.replace("[", r"\[")):
-        Catalog().open_storage(spec_of(**entry))
+        CATALOG.open_storage(spec_of(**entry))

@@ -10,13 +10,16 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from smalti.data.datasets.parse import DataDefaults, parse_datasets
+from smalti.data import DataDefaults, catalog_of, parse_datasets
 from smalti.data.datasets.sources import Listed
 from smalti.data.datasets.spec import DatasetSpec
-from smalti.data.sources import json_table
-from smalti.data.sources.json_table import JsonLines, open_json
 from smalti.data.storage.local import LocalStorage
 from smalti.errors import ConfigError
+from smalti.plugins import load_plugins
+from smalti_data import json_table
+from smalti_data.json_table import JsonLines, open_json
+
+CATALOG = catalog_of(load_plugins())
 
 NAMES = [f"{folder}{number}.png" for folder in ("", "a/", "a.b/", "é/") for number in range(6)]
 TEXTS = st.sampled_from(["one", " two \u00a0", "", " ", "drei \U0001f600", 'with "quotes" and \\'])
@@ -32,7 +35,7 @@ ROWS = st.lists(
 
 def spec_of(folder: Path) -> DatasetSpec:
     entry = {"id": "pets", "instance_data_dir": str(folder), "metadata_backend": "json"}
-    specs, problems = parse_datasets([entry], where="", defaults=DataDefaults())
+    specs, problems = parse_datasets([entry], where="", defaults=DataDefaults(), catalog=CATALOG)
     assert not problems
     return specs[0]
 
@@ -110,7 +113,7 @@ def test_several_caption_columns_are_read_as_in_other_tables(folder: Path, line_
     def captions(caption_column: object, **others: object) -> list[tuple[str, ...] | None]:
         block = {"caption_column": caption_column} | others
         entry = {"id": "pets", "instance_data_dir": str(folder), "metadata_backend": "json", "json": block}
-        (spec,), problems = parse_datasets([entry], where="", defaults=DataDefaults())
+        (spec,), problems = parse_datasets([entry], where="", defaults=DataDefaults(), catalog=CATALOG)
         assert not problems
         found = {one.key: one.captions or () for one in JsonLines(spec, LocalStorage(folder)).list()}
         return [found[str(row["filename"])] for row in rows]
@@ -134,7 +137,7 @@ def test_names_without_an_extension_are_those_of_the_files(tmp_path: Path) -> No
     (tmp_path / "metadata.jsonl").write_text("\n".join(lines))
     entry = {"id": "pets", "instance_data_dir": str(tmp_path), "metadata_backend": "json"}
     block = {"identifier_includes_extension": False, "caption_column": ["caption"]}
-    specs, problems = parse_datasets([{**entry, "json": block}], where="", defaults=DataDefaults())
+    specs, problems = parse_datasets([{**entry, "json": block}], where="", defaults=DataDefaults(), catalog=CATALOG)
     assert not problems
     source = open_json(specs[0], LocalStorage(tmp_path))
     source.use_folder(tmp_path / ".lists")

@@ -14,9 +14,9 @@ from PIL import Image
 from smalti import ConfigError, UserError
 from smalti.cli.dataset import dataset
 from smalti.data import DatasetSpec, MissingFileError, StoredFile
-from smalti.data.sources.archives import row_images
 from smalti.data.storage.local import LocalStorage
-from smalti_storage_s3.parquet import open_parquet
+from smalti_data.archives import row_images
+from smalti_data.tables.parquet_table import open_parquet
 
 
 class Remote:

@@ -11,8 +11,8 @@ import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
-from smalti.data.parquet_images import Columns, choose_columns, parquet_files, unpack
 from smalti.errors import UserError
+from smalti_data.parquet_images import Columns, choose_columns, parquet_files, unpack
 
 COLUMNS = Columns(image="image", caption="text")
 

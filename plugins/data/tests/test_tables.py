@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from smalti.data import DatasetSpec
-from smalti.data.sources.tables import join as join_module
-from smalti.data.sources.tables.columns import ROWS
-from smalti.data.sources.tables.csv_table import CsvSource
-from smalti.data.sources.tables.join import Join, Names
 from smalti.data.storage.local import LocalStorage
 from smalti.errors import ConfigError, UserError
+from smalti_data.tables import join as join_module
+from smalti_data.tables.columns import ROWS
+from smalti_data.tables.csv_table import CsvSource
+from smalti_data.tables.join import Join, Names
 
 
 def spec_of(folder: Path, **values) -> DatasetSpec:

@@ -11,16 +11,19 @@ import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
-from smalti.data.datasets.parse import DataDefaults, parse_datasets
+from smalti.data import DataDefaults, catalog_of, parse_datasets
 from smalti.data.datasets.sources import Discovery, MetadataSource, ReportsNotices, ReportsSkipped
 from smalti.data.datasets.spec import DatasetSpec
 from smalti.data.scan.build import build_index
 from smalti.data.scan.index import DatasetIndex
 from smalti.data.sources import unchanged
-from smalti.data.sources.json_table import JsonLines
-from smalti.data.sources.tables.csv_table import CsvSource
 from smalti.data.storage.local import LocalStorage
-from smalti_storage_s3.parquet import ParquetSource
+from smalti.plugins import load_plugins
+from smalti_data.json_table import JsonLines
+from smalti_data.tables.csv_table import CsvSource
+from smalti_data.tables.parquet_table import ParquetSource
+
+CATALOG = catalog_of(load_plugins())
 
 NAMES = ("a.png", "b.png", "gone.png")
 
@@ -206,7 +209,7 @@ def test_another_order_of_columns_with_weights_is_noticed(tmp_path, backend) -> 
     def weighted(**columns: float) -> DatasetSpec:
         entry = {"id": "pets", "instance_data_dir": str(dataset.images), "metadata_backend": backend}
         entry[backend] = {"path": str(dataset.table), "caption_column": columns}
-        (spec,), problems = parse_datasets([entry], where="", defaults=DataDefaults())
+        (spec,), problems = parse_datasets([entry], where="", defaults=DataDefaults(), catalog=CATALOG)
         assert not problems
         return spec
 

@@ -14,13 +14,15 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from smalti.data import DataDefaults, DatasetSpec, parse_datasets
-from smalti.data.datasets.catalog import Catalog
+from smalti.data import DataDefaults, DatasetSpec, catalog_of, parse_datasets
 from smalti.data.scan.build import build_index
-from smalti.data.sources.urls.http import Client, FailedError, RefusedError
-from smalti.data.sources.urls.url_list import FAILED, Urls
 from smalti.data.storage.protocol import TransientStorageError
 from smalti.errors import ConfigError, UserError
+from smalti.plugins import load_plugins
+from smalti_data.urls.http import Client, FailedError, RefusedError
+from smalti_data.urls.url_list import FAILED, Urls
+
+CATALOG = catalog_of(load_plugins())
 
 
 def picture(edge: int, kind: str = "PNG") -> bytes:
@@ -195,13 +197,15 @@ def spec_of(folder: Path, **entry: object) -> DatasetSpec:
         "csv_allow_private_addresses": True,
         "caption_strategy": "csv",
     } | entry
-    specs, problems = parse_datasets([{"id": "web", "type": "csv", **entry}], where="data.json", defaults=DataDefaults())
+    specs, problems = parse_datasets(
+        [{"id": "web", "type": "csv", **entry}], where="data.json", defaults=DataDefaults(), catalog=CATALOG
+    )
     assert problems == ()
     return specs[0]
 
 
 def opened(spec: DatasetSpec) -> Urls:
-    catalog = Catalog()
+    catalog = CATALOG
     source = catalog.open_source(spec, catalog.open_storage(spec))
     assert isinstance(source, Urls)
     source.client = replace(source.client, first_wait=0.001)
@@ -211,7 +215,7 @@ def opened(spec: DatasetSpec) -> Urls:
 def scanned(spec: DatasetSpec, folder: Path) -> tuple[dict[str, tuple[str, ...]], Urls, list[str]]:
     """Captions by size of the image, the source, and the reasons of samples that cannot be used."""
     source = opened(spec)
-    index = build_index(spec, Catalog().open_storage(spec), source, folder / "run/web.arrow")
+    index = build_index(spec, CATALOG.open_storage(spec), source, folder / "run/web.arrow")
     usable = {f"{index.size(row)[0]}": index.captions(row) for row in range(len(index)) if index.size(row)[0]}
     return usable, source, [one.reason for one in index.quarantined]
 
@@ -256,7 +260,7 @@ def test_what_may_pass_is_unusable_until_the_next_scan(server: WebServer, tmp_pa
 
 
 def test_an_interrupted_download_continues(server: WebServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("smalti.data.sources.urls.url_list._GIVE_UP", 4)
+    monkeypatch.setattr("smalti_data.urls.url_list._GIVE_UP", 4)
     server.files |= {f"/{edge}.png": picture(edge) for edge in range(1, 21)}
     rows = "".join(f"{server.url}/{edge}.png,image {edge}\n" for edge in range(1, 21))
     (tmp_path / "list.csv").write_text(f"url,caption\n{rows}")
@@ -307,5 +311,5 @@ def test_entries_and_lists_that_cannot_be_read(server: WebServer, tmp_path: Path
 
 def test_the_captions_of_a_list_are_not_in_another_table(tmp_path: Path) -> None:
     entry = {"id": "web", "type": "csv", "csv_file": "a.csv", "csv_cache_dir": "images", "metadata_backend": "json"}
-    _, problems = parse_datasets([{**entry, "json": {}}], where="data.json", defaults=DataDefaults())
+    _, problems = parse_datasets([{**entry, "json": {}}], where="data.json", defaults=DataDefaults(), catalog=CATALOG)
     assert "the captions of type 'csv' are in its list" in problems[0].message

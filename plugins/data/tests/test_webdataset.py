@@ -13,10 +13,10 @@ from PIL import Image
 from smalti.data import DatasetSpec, StoredFile
 from smalti.data.scan.build import build_index
 from smalti.data.scan.index import DatasetIndex
-from smalti.data.sources.archives.tar_members import DamagedTarError, Member, members
-from smalti.data.sources.archives.webdataset import WebDataset
 from smalti.data.storage.local import LocalStorage
 from smalti.errors import ConfigError, UserError
+from smalti_data.archives.tar_members import DamagedTarError, Member, members
+from smalti_data.archives.webdataset import WebDataset
 
 
 def image(width: int, height: int, kind: str = "JPEG") -> bytes:

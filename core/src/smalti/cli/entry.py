@@ -11,8 +11,7 @@ from typing import NoReturn
 import click
 
 from smalti.cli.commands import plugin as BUILT_IN
-from smalti.cli.pages.help import Root, colour
-from smalti.config import package_of_command
+from smalti.cli.pages.help import Root, colour, refuse_absent
 from smalti.errors import ExitCode, UserError
 from smalti.system import ProcessExit, ignore_signals_after_command, ignore_write_errors, keep_imports
 from smalti.types import CommandCollector
@@ -42,8 +41,7 @@ class Commands(Root):
         name = args[0]
         if name.startswith("-") or self.get_command(ctx, name) is not None:
             return super().resolve_command(ctx, args)
-        if package := package_of_command(name):
-            raise package.error(f"the command {name!r} belongs to {package.distribution}")
+        refuse_absent(name)
         near = get_close_matches(name, self.list_commands(ctx), n=2)
         fix = f"did you mean {' or '.join(near)}?" if near else "list the commands with smalti --help"
         raise UserError(f"unknown command {name!r}", fix=fix)

@@ -13,9 +13,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.json
 
-from smalti.data.datasets.spec import JsonTable
-from smalti.data.sources.tables.columns import Projection, TableColumns
-from smalti.errors import ConfigError, Problem
+from smalti import ConfigError, Problem
+from smalti.data import JsonTable
+from smalti_data.tables.columns import Projection, TableColumns
 
 LINES = pa.schema(
     [

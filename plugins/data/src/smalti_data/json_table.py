@@ -11,15 +11,25 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from smalti.data.datasets.sources import LISTED, Listed, ListedState, MetadataSource, listed_rows
-from smalti.data.datasets.spec import DatasetSpec
-from smalti.data.sources.image_files import ImageFiles
-from smalti.data.sources.json_lines import LINES, Lines, blocks_of
-from smalti.data.sources.tables.columns import ROWS, TableColumns
-from smalti.data.sources.tables.table_source import ReadsRows, Table, TableSource
-from smalti.data.sources.unchanged import ListedOnce, file_identity, stored_identity
-from smalti.data.storage.protocol import MissingFileError, Storage, StorageError
-from smalti.errors import UserError
+from smalti import UserError
+from smalti.data import (
+    LISTED,
+    DatasetSpec,
+    ImageFiles,
+    Listed,
+    ListedOnce,
+    ListedState,
+    MetadataSource,
+    MissingFileError,
+    Storage,
+    StorageError,
+    file_identity,
+    listed_rows,
+    stored_identity,
+)
+from smalti_data.json_lines import LINES, Lines, blocks_of
+from smalti_data.tables.columns import ROWS, TableColumns
+from smalti_data.tables.table_source import ReadsRows, Table, TableSource
 
 _DEFAULT_TABLE = "metadata.jsonl"
 _NO_LINES = pa.RecordBatch.from_pylist([], schema=LINES)

@@ -9,10 +9,9 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from smalti.data.sources.range_file import RangeFile
-from smalti.data.storage.local import LocalStorage
-from smalti.data.storage.protocol import Storage
-from smalti.errors import UserError
+from smalti import UserError
+from smalti.data import LocalStorage, Storage
+from smalti_data.range_file import RangeFile
 
 _BUFFER = 1 << 20
 

@@ -14,8 +14,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from PIL import Image
 
-from smalti.data.scan.image_headers import DECODING_ERRORS, EXTENSIONS
-from smalti.errors import UserError
+from smalti import UserError
+from smalti.data import DECODING_ERRORS, EXTENSIONS
 
 _ROWS = 32  # read at once
 _EXTENSIONS = {"JPEG": ".jpg", "TIFF": ".tif"}

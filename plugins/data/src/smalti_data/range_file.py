@@ -7,7 +7,7 @@ import threading
 from collections import OrderedDict
 from typing import Any
 
-from smalti.data.storage.protocol import Storage
+from smalti.data import Storage
 
 BLOCK = 2 << 20
 _BLOCKS = 8

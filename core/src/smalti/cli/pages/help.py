@@ -15,7 +15,7 @@ from typing import Any
 import click
 
 from smalti.cli.pages.options import facts
-from smalti.config import Option, OptionGroup
+from smalti.config import Option, OptionGroup, package_of_command
 from smalti.hookspecs import HookSpecs
 from smalti.plugins import load_plugins, selection_of
 from smalti.system import describe
@@ -80,6 +80,11 @@ class Group(Command, click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         return self.commands.get(cmd_name) or self._added(ctx).commands.get(cmd_name)
 
+    def resolve_command(self, ctx: click.Context, args: list[str]) -> tuple[str | None, click.Command | None, list[str]]:
+        if self.get_command(ctx, args[0]) is None:
+            refuse_absent(f"{self.name} {args[0]}")
+        return super().resolve_command(ctx, args)
+
     def _added(self, ctx: click.Context) -> CommandCollector:
         root = ctx.find_root().command
         return root.from_plugins().below(self.name or "") if isinstance(root, Root) and root is not self else CommandCollector()
@@ -98,6 +103,12 @@ class Root(Group):
             except Exception as error:  # noqa: BLE001 - a faulty plugin must not disable the other commands
                 click.echo(f"smalti: warning: ignoring the commands of plugin {name!r}: {describe(error)}", err=True)
         return commands
+
+
+def refuse_absent(command: str) -> None:
+    """Raises MissingPlugin for a command of a package of this project that is not installed or disabled."""
+    if package := package_of_command(command):
+        raise package.error(f"the command {command!r} belongs to {package.distribution}")
 
 
 def write_examples(formatter: click.HelpFormatter, examples: Sequence[str]) -> None:

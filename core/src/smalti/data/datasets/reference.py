@@ -14,11 +14,7 @@ from pydantic.fields import FieldInfo
 from smalti.data.datasets.parse import SWITCHES
 from smalti.data.datasets.simpletuner import REFUSED, UNSUPPORTED, WITHOUT_EFFECT, ExternalKey
 from smalti.data.datasets.spec import ENTRY_KEYS, CaptionShuffle, JsonTable
-from smalti.data.sources.archives.hub import HubDataset
-from smalti.data.sources.archives.row_images import ImageColumns
-from smalti.data.sources.archives.webdataset import WebDatasetMembers
-from smalti.data.sources.tables.columns import TableColumns
-from smalti.data.sources.urls.url_list import UrlList
+from smalti.data.sources.keys import HubKeys, ImageKeys, TableKeys, UrlListKeys, WebDatasetKeys
 
 SECTIONS: Mapping[str, tuple[str, ...]] = {
     "Images": ("id", "type", "dataset_type", "instance_data_dir", "kohya_folders", "metadata_backend", "json"),
@@ -84,17 +80,17 @@ def _lines() -> Iterator[str]:
     yield from ("", f"`{SWITCHES[0]}: true` (or `{SWITCHES[1]}`) switches an entry off.")
     yield from ("", "### The `json` block", "", *_table(JsonTable.model_fields.items()))
     yield from ("", "### The `caption_shuffle` block", "", *_table(CaptionShuffle.model_fields.items()))
-    yield from ("", "### The `csv` and `parquet` blocks", "", *_table(TableColumns.model_fields.items()))
-    yield from ("", "### Columns of parquet files with images", "", *_table(ImageColumns.model_fields.items()))
+    yield from ("", "### The `csv` and `parquet` blocks", "", *_table(TableKeys.model_fields.items()))
+    yield from ("", "### Columns of parquet files with images", "", *_table(ImageKeys.model_fields.items()))
     yield from (
         "",
         "### Keys of `type: huggingface`",
         "",
         "In the entry or its `huggingface` block, with those above.",
     )
-    yield from ("", *_table(HubDataset.model_fields.items()))
-    yield from ("", "### Keys of `type: csv`", "", *_table(UrlList.model_fields.items()))
-    yield from ("", "### The `webdataset` block", "", *_table(WebDatasetMembers.model_fields.items()))
+    yield from ("", *_table(HubKeys.model_fields.items()))
+    yield from ("", "### Keys of `type: csv`", "", *_table(UrlListKeys.model_fields.items()))
+    yield from ("", "### The `webdataset` block", "", *_table(WebDatasetKeys.model_fields.items()))
     yield from (
         "",
         "### Keys of SimpleTuner without an effect",

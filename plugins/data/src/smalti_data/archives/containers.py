@@ -18,14 +18,11 @@ from pathlib import Path
 
 import pyarrow as pa
 
-from smalti.data.datasets.sources import LISTED, Listed, ListedState
-from smalti.data.datasets.spec import DatasetSpec
-from smalti.data.sources.listing import FILES, WINDOW
-from smalti.data.sources.unchanged import ListingDigest
-from smalti.data.storage.protocol import Storage, StoredFile
-from smalti.data.threads import Threads
-from smalti.errors import UserError
+from smalti import UserError
+from smalti.data import FILES, LISTED, DatasetSpec, Listed, ListedState, ListingDigest, Storage, StoredFile, Threads
 from smalti.system import atomic_write
+
+_ROWS = 1 << 16  # at once
 
 _log = logging.getLogger(__name__)
 _THREADS = 4
@@ -93,8 +90,8 @@ class ContainerSource(ABC):
         notices: list[str] = []
         for contents in self._contents(files):
             notices += contents.notices
-            for start in range(0, contents.rows.num_rows, WINDOW):
-                yield contents.rows.slice(start, WINDOW)
+            for start in range(0, contents.rows.num_rows, _ROWS):
+                yield contents.rows.slice(start, _ROWS)
         self.notices = tuple(f"dataset {self._spec.id}: {notice}" for notice in notices)
         self._forget_others(files)
         self.listed_state = ListedState(digest=self._digest(files), notices=self.notices)

@@ -13,14 +13,11 @@ from contextlib import contextmanager
 from glob import escape
 from pathlib import Path
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import ValidationError
 
-from smalti.data.datasets.spec import DatasetSpec
-from smalti.data.datasets.wrong_values import wrong_values
-from smalti.data.sources.archives.row_images import ImageColumns, RowImages
-from smalti.data.storage.local import LocalStorage
-from smalti.data.storage.protocol import MissingFileError, Storage, StoredFile
-from smalti.errors import ConfigError, Problem, UserError
+from smalti import ConfigError, Problem, UserError
+from smalti.data import DatasetSpec, HubKeys, ImageKeys, LocalStorage, MissingFileError, Storage, StoredFile, wrong_values
+from smalti_data.archives.row_images import RowImages
 
 _log = logging.getLogger(__name__)
 
@@ -33,24 +30,15 @@ _LAYOUT = re.compile(r"([^/]+)/(?:partial-)?[^/]+/\d+\.parquet")
 _SPLITS = ("train", "training", "test", "validation", "valid", "val", "dev")
 
 
-class HubDataset(BaseModel):
+class HubDataset(HubKeys):
     """Which dataset, and which part of it."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    dataset_name: str = Field(description="`USER/NAME` on the Hub, or a folder with parquet files or of `save_to_disk`.")
-    split: str = Field("train", description="The split.")
-    revision: str | None = Field(
-        None, description="Branch, tag or commit. Default: `main`, or the Hub's own parquet files where that has none."
-    )
-    dataset_config: str | None = Field(None, description="Folder of the configuration, where a dataset has several.")
 
     @classmethod
     def of(cls, spec: DatasetSpec) -> tuple[HubDataset, dict[str, object]]:
         """Returns the dataset, and the keys of its columns. Raises ConfigError with every wrong key."""
         given = {**spec.metadata_options, **spec.storage_options}
         given = {key: value for key, value in given.items() if key not in _UNREAD and value is not None}
-        columns = {key: given.pop(key) for key in ImageColumns.model_fields if key in given}
+        columns = {key: given.pop(key) for key in ImageKeys.model_fields if key in given}
         where = f"dataset {spec.id!r}"
         try:
             found = cls.model_validate(given)

@@ -19,19 +19,24 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from blake3 import blake3
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import ValidationError
 
-from smalti.data.datasets.sources import Listed, ListedState
-from smalti.data.datasets.spec import DatasetSpec
-from smalti.data.datasets.wrong_values import wrong_values
-from smalti.data.scan.image_headers import read_header
-from smalti.data.scan.quarantine import BadSampleError
-from smalti.data.sources.archives.containers import ContainerSource, Contents, rows_of
-from smalti.data.sources.parquet_files import explained_parquet, parquet_in
-from smalti.data.sources.tables.columns import Projection, TableColumns, column, leaf, leaves
-from smalti.data.storage.local import LocalStorage
-from smalti.data.storage.protocol import Storage, StoredFile
-from smalti.errors import ConfigError, UserError
+from smalti import ConfigError, UserError
+from smalti.data import (
+    BadSampleError,
+    DatasetSpec,
+    ImageKeys,
+    Listed,
+    ListedState,
+    LocalStorage,
+    Storage,
+    StoredFile,
+    read_header,
+    wrong_values,
+)
+from smalti_data.archives.containers import ContainerSource, Contents, rows_of
+from smalti_data.parquet_files import explained_parquet, parquet_in
+from smalti_data.tables.columns import Projection, TableColumns, column, leaf, leaves
 
 MEMORY = 512 << 20
 """Bytes of row groups that are kept; the last one is kept in any case."""
@@ -43,20 +48,6 @@ _KINDS = (
 _UNREAD = ("path", "filename_column", "width_column", "height_column", "aspect_ratio_column", "identifier_includes_extension")
 _CAPTIONS = ("caption", "text", "prompt")
 """Columns that are the captions where the entry names none."""
-
-
-class ImageColumns(BaseModel):
-    """The columns of files with images."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    image_column: str | None = Field(None, description="Column of the images. Default: `image`, or the only one with images.")
-    caption_column: str | tuple[str, ...] | dict[str, float] | None = Field(
-        None,
-        description="The caption: a column, a list of columns, or columns with weights. A dot reaches into a struct. Default:"
-        " `caption`, `text` or `prompt`, or the only column of texts.",
-    )
-    fallback_caption_column: str | None = Field(None, description="The caption of rows without one.")
 
 
 class RowImages(ContainerSource):
@@ -72,7 +63,7 @@ class RowImages(ContainerSource):
         options = spec.metadata_options if block is None else block
         given = {key: value for key, value in options.items() if key not in _UNREAD}
         try:
-            self._columns = ImageColumns.model_validate(given)
+            self._columns = ImageKeys.model_validate(given)
         except ValidationError as error:
             raise ConfigError(list(wrong_values(error, given, f"dataset {spec.id!r}"))) from error
         self._captions = spec.caption_strategy == spec.metadata_backend and not spec.only_instance_prompt

@@ -14,18 +14,24 @@ from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import ValidationError
 
-from smalti.data.datasets.sources import Listed
-from smalti.data.datasets.spec import DatasetSpec
-from smalti.data.datasets.wrong_values import wrong_values
-from smalti.data.scan.image_headers import EXTENSIONS, read_header
-from smalti.data.scan.quarantine import BadSampleError
-from smalti.data.sources.archives.containers import ContainerSource, Contents, rows_of
-from smalti.data.sources.archives.tar_members import DamagedTarError, Member, Read, members
-from smalti.data.storage.local import LocalStorage
-from smalti.data.storage.protocol import Storage, StorageError, StoredFile
-from smalti.errors import ConfigError
+from smalti import ConfigError
+from smalti.data import (
+    EXTENSIONS,
+    BadSampleError,
+    DatasetSpec,
+    Listed,
+    LocalStorage,
+    Storage,
+    StorageError,
+    StoredFile,
+    WebDatasetKeys,
+    read_header,
+    wrong_values,
+)
+from smalti_data.archives.containers import ContainerSource, Contents, rows_of
+from smalti_data.archives.tar_members import DamagedTarError, Member, Read, members
 
 _NEAR = 20 << 10
 """Bytes read at once from a local file: a header, and often the caption and the beginning of the image."""
@@ -38,24 +44,6 @@ _LARGE = 2 << 20
 _LONGEST_TEXT = 1 << 20
 
 
-class WebDatasetMembers(BaseModel):
-    """The `webdataset` block: which members of a sample are read."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    image_extension: str | None = Field(
-        None, description="Extension of the images, such as `jpg`, where samples have several. Default: the first image."
-    )
-    caption_extension: str | None = Field(
-        None, description="Extension of the captions, such as `txt` or `json`. Default: `txt`, `caption`, `text`, else `json`."
-    )
-    caption_key: str | tuple[str, ...] = Field(
-        ("caption", "text", "prompt"),
-        description="Key of the caption in JSON members, or several of which the first is used that is there. A dot reaches"
-        " into an object.",
-    )
-
-
 class WebDataset(ContainerSource):
     """The images of all tar files of a storage."""
 
@@ -64,7 +52,7 @@ class WebDataset(ContainerSource):
     def __init__(self, spec: DatasetSpec, storage: Storage) -> None:
         super().__init__(spec, storage)
         try:
-            self._members = WebDatasetMembers.model_validate(dict(spec.metadata_options))
+            self._members = WebDatasetKeys.model_validate(dict(spec.metadata_options))
         except ValidationError as error:
             where = f"dataset {spec.id!r}: webdataset"
             raise ConfigError(list(wrong_values(error, dict(spec.metadata_options), where))) from error
@@ -98,7 +86,7 @@ class WebDataset(ContainerSource):
 class _Shard:
     """Collects the samples of one shard."""
 
-    def __init__(self, file: StoredFile, wanted: WebDatasetMembers, *, captions: bool, one_caption: bool) -> None:
+    def __init__(self, file: StoredFile, wanted: WebDatasetKeys, *, captions: bool, one_caption: bool) -> None:
         self._file = file
         self._wanted = wanted
         self._captions = captions

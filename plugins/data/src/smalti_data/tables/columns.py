@@ -10,10 +10,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import ValidationError
 
-from smalti.data.datasets.wrong_values import wrong_values
-from smalti.errors import ConfigError, UserError
+from smalti import ConfigError, UserError
+from smalti.data import TableKeys, wrong_values
 
 ROWS = pa.schema([("name", pa.string()), ("captions", pa.list_(pa.string())), ("width", pa.int32()), ("height", pa.int32())])
 """What each batch of a table becomes. `captions` is empty where the row has none; sizes are null where they are unknown."""
@@ -26,29 +26,8 @@ _UNREAD = (
 _PLAIN_NAME = r"^[^./][^/]*(/[^./][^/]*)*$"
 
 
-class TableColumns(BaseModel):
-    """The block of a metadata table: the table and its columns."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    path: str | None = Field(None, description="The table. Default: `metadata.EXTENSION` in the dataset's folder.")
-    filename_column: str = Field("filename", description="Path of the image, relative to the dataset's folder.")
-    caption_column: str | tuple[str, ...] | dict[str, float] = Field(
-        "caption",
-        description="The caption: a column, a list of columns, or columns with weights such as"
-        ' `{"short": 1, "long": 3}`. A dot reaches into a struct.',
-    )
-    fallback_caption_column: str | None = Field(None, description="The caption of rows without one.")
-    width_column: str | None = Field(
-        None,
-        description="Width in pixels, after EXIF rotation. Default: `width` if there is one; else the image's header is read.",
-    )
-    height_column: str | None = Field(None, description="Height in pixels, likewise.")
-    aspect_ratio_column: str | None = Field(None, description="Not read: the size of the image has the aspect ratio.")
-    identifier_includes_extension: bool | None = Field(
-        None,
-        description="Whether file names in the table have their extension. Default: decided by the first rows.",
-    )
+class TableColumns(TableKeys):
+    """The block of a metadata table, checked."""
 
     @classmethod
     def of(cls, block: Mapping[str, object], where: str) -> TableColumns:

@@ -8,11 +8,10 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.csv as csv
 
-from smalti.data.sources.range_file import RangeFile
-from smalti.data.sources.tables.table_source import Table, TableSource
-from smalti.data.sources.unchanged import file_identity, stored_identity
-from smalti.data.storage.protocol import Storage
-from smalti.errors import UserError
+from smalti import UserError
+from smalti.data import Storage, file_identity, stored_identity
+from smalti_data.range_file import RangeFile
+from smalti_data.tables.table_source import Table, TableSource
 
 _BLOCK = 4 << 20
 

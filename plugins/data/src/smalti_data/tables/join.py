@@ -16,13 +16,13 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from smalti.data.sources.listing import WINDOW, joined, stems
-from smalti.data.sources.tables.columns import ROWS
+from smalti_data.file_names import stems
+from smalti_data.tables.columns import ROWS
 
 RUN = 1 << 17
 """Rows of a run, which are sorted in memory."""
 SHOWN = 3
-_MOST = 8 * WINDOW  # rows compared at once
+_MOST = 1 << 19  # rows compared at once
 _EMPTY = pa.RecordBatch.from_pylist([], schema=ROWS)
 
 
@@ -113,7 +113,7 @@ class Join:
         self, window: pa.RecordBatch, new: pa.RecordBatch, horizon: str
     ) -> Iterator[tuple[pa.RecordBatch, pa.RecordBatch]]:
         """Compares the next files with the next rows; files behind the `horizon` come later."""
-        rows = joined([self._carried, new], ROWS)
+        rows = pa.concat_batches([self._carried, new])
         matched = np.concatenate((self._carried_matched, np.zeros(new.num_rows, dtype=bool)))
         names, keys = rows.column("name"), window.column("key")
         found = pc.index_in(stems(keys) if self._by_stem else keys, value_set=names)

@@ -13,17 +13,12 @@ from smalti.data import (
     DatasetSpec,
     MetadataSource,
     MissingFileError,
-    OpenedParquet,
-    RowImages,
     Storage,
-    Table,
-    TableSource,
-    explained_parquet,
     file_identity,
-    parquet_at,
-    parquet_batches,
-    parquet_in,
 )
+from smalti_data.archives.row_images import RowImages
+from smalti_data.parquet_files import OpenedParquet, explained_parquet, parquet_at, parquet_batches, parquet_in
+from smalti_data.tables.table_source import Table, TableSource
 
 _ROWS = 1 << 17
 

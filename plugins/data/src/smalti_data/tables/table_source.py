@@ -12,16 +12,25 @@ from typing import Protocol, cast
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from smalti.data.datasets.captions import depends_on_text_file
-from smalti.data.datasets.sources import LISTED, Listed, ListedState
-from smalti.data.datasets.spec import DatasetSpec
-from smalti.data.scan.image_headers import EXTENSIONS
-from smalti.data.sources.listing import FILES, files, rebatched, stems, with_extension
-from smalti.data.sources.tables.columns import Projection, TableColumns, local_table
-from smalti.data.sources.tables.join import Join, Names
-from smalti.data.sources.unchanged import ListedOnce, ListingDigest
-from smalti.data.storage.protocol import Storage, StorageError
-from smalti.errors import UserError
+from smalti import UserError
+from smalti.data import (
+    EXTENSIONS,
+    FILES,
+    LISTED,
+    DatasetSpec,
+    Listed,
+    ListedOnce,
+    ListedState,
+    ListingDigest,
+    Storage,
+    StorageError,
+    depends_on_text_file,
+    rebatched,
+    visible_files,
+)
+from smalti_data.file_names import stems, with_extension
+from smalti_data.tables.columns import Projection, TableColumns, local_table
+from smalti_data.tables.join import Join, Names
 
 
 class Table(ABC):
@@ -151,7 +160,7 @@ class TableSource(ABC):
         found = 0
         texts = _Texts(self._storage, self._spec.caption_extension) if depends_on_text_file(self._spec) else None
         digest = ListingDigest()
-        for listed, rows in join.results(map(with_extension, digest.passed(files(cast(Storage, self._listing))))):
+        for listed, rows in join.results(map(with_extension, digest.passed(visible_files(cast(Storage, self._listing))))):
             found += listed.num_rows
             yield _listed(listed, rows, texts)
         if not found:
@@ -210,7 +219,7 @@ class _Texts:
 
     def __init__(self, storage: Storage, extension: str) -> None:
         digest = ListingDigest()
-        batches = [with_extension(batch, (extension,)) for batch in digest.passed(files(storage))]
+        batches = [with_extension(batch, (extension,)) for batch in digest.passed(visible_files(storage))]
         self.digest = digest.result()
         table = pa.Table.from_batches(list(rebatched(batches, FILES, 1 << 30)), schema=FILES).combine_chunks()
         self._stems, self._etags = stems(table.column("key").combine_chunks()), table.column("etag").combine_chunks()

@@ -16,29 +16,43 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, cast
+from typing import cast
 from urllib.parse import urlsplit
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import ValidationError
 
-from smalti.data.datasets.sources import LISTED, Listed, ListedState, MetadataSource, listed_columns, listed_rows
-from smalti.data.datasets.spec import DatasetSpec, Folder
-from smalti.data.datasets.wrong_values import wrong_values
-from smalti.data.scan.image_headers import EXTENSIONS, read_header
-from smalti.data.scan.quarantine import BadSampleError
-from smalti.data.sources.listing import FILES, files, rebatched, with_extension
-from smalti.data.sources.tables.columns import Projection, TableColumns, column, leaf, leaves
-from smalti.data.sources.tables.csv_table import CsvSource, CsvTable
-from smalti.data.sources.unchanged import ListedOnce, ListingDigest
-from smalti.data.sources.urls.http import Client, FailedError, RefusedError
-from smalti.data.storage.local import LocalStorage
-from smalti.data.storage.protocol import Storage, TransientStorageError
-from smalti.data.threads import Threads
-from smalti.errors import ConfigError, UserError
+from smalti import ConfigError, UserError
+from smalti.data import (
+    EXTENSIONS,
+    FILES,
+    LISTED,
+    BadSampleError,
+    DatasetSpec,
+    Listed,
+    ListedOnce,
+    ListedState,
+    ListingDigest,
+    LocalStorage,
+    MetadataSource,
+    Storage,
+    Threads,
+    TransientStorageError,
+    UrlListKeys,
+    listed_columns,
+    listed_rows,
+    read_header,
+    rebatched,
+    visible_files,
+    wrong_values,
+)
 from smalti.system import atomic_write
+from smalti_data.file_names import with_extension
+from smalti_data.tables.columns import Projection, TableColumns, column, leaf, leaves
+from smalti_data.tables.csv_table import CsvSource, CsvTable
+from smalti_data.urls.http import Client, FailedError, RefusedError
 
 _log = logging.getLogger(__name__)
 
@@ -53,28 +67,8 @@ _DIGESTS = {32: "md5", 40: "sha1", 64: "sha256", 128: "sha512"}
 _ROWS = pa.schema([("name", pa.string()), ("url", pa.string()), ("digest", pa.string()), ("captions", pa.list_(pa.string()))])
 
 
-class UrlList(BaseModel):
-    """The keys of an entry of `type: csv`."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    csv_file: Folder = Field(description="The list, CSV or TSV. The first line names the columns.")
-    csv_cache_dir: Folder = Field(
-        description="Folder of the downloaded images. All nodes need it, and nothing in it is deleted."
-    )
-    csv_url_column: str = Field("url", description="Column of the URLs.")
-    csv_caption_column: str | None = Field(
-        None, description="Column of the captions. Default: `caption_column` of the `csv` block, else `caption`."
-    )
-    csv_digest_column: str | None = Field(
-        None, description="Column of MD5, SHA-1, SHA-256 or SHA-512 in hexadecimal, with which images are compared."
-    )
-    csv_downloads: Annotated[int, Field(ge=1, le=256)] = Field(16, description="Number of downloads at the same time.")
-    csv_timeout: Annotated[float, Field(gt=0)] = Field(60.0, description="Seconds after which an attempt has failed.")
-    csv_max_megabytes: Annotated[float, Field(gt=0)] = Field(100.0, description="Larger files are left out.")
-    csv_allow_private_addresses: bool = Field(
-        False, description="Also download from addresses of private networks and of this machine."
-    )
+class UrlList(UrlListKeys):
+    """The keys of an entry of `type: csv`, checked."""
 
     @classmethod
     def of(cls, spec: DatasetSpec) -> UrlList:
@@ -210,7 +204,7 @@ class Urls:
 
     def _download(self, rows: pa.RecordBatch, failures: _Failures) -> dict[str, str]:
         """Download what is missing. Returns the reasons of failures that may pass, by name."""
-        there = [_names(batch) for batch in files(cast(Storage, self._listing))]
+        there = [_names(batch) for batch in visible_files(cast(Storage, self._listing))]
         known = pa.concat_arrays([*there, failures.names, pa.array([], pa.string())])
         missing = rows.filter(pc.invert(pc.is_in(rows.column("name"), value_set=known))).select(["name", "url", "digest"])
         transient: dict[str, str] = {}
@@ -265,7 +259,7 @@ class Urls:
 
     def _joined(self, rows: pa.RecordBatch, transient: Mapping[str, str], digest: ListingDigest) -> Iterator[pa.RecordBatch]:
         """The samples of all rows that are in the folder, and those that may be there after the next scan."""
-        listing = map(with_extension, digest.passed(files(cast(Storage, self._listing))))
+        listing = map(with_extension, digest.passed(visible_files(cast(Storage, self._listing))))
         there = pa.concat_batches([*rebatched(listing, FILES), pa.RecordBatch.from_pylist([], schema=FILES)])
         stems = _names(there)
         for start in range(0, len(rows), _WINDOW):
