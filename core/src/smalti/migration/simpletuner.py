@@ -5,15 +5,17 @@ What its options mean is the table of `smalti.config`, and what its dataset keys
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from smalti.config import PREFIX, Config, Schema, draft
-from smalti.data import DataDefaults, is_comment, parse_datasets
+from smalti.data import DataDefaults, catalog_of, is_comment, parse_datasets
 from smalti.errors import InvalidOptionError
 from smalti.migration.files import Opened, companion, open_file
 from smalti.migration.rules import Imported, Left, Line, place_of
+from smalti.plugins import load_plugins, selection_of
 
 NAME = "SimpleTuner"
 _DEFAULT = f"{NAME}'s default"
@@ -141,7 +143,8 @@ def _datasets(file: Opened, prompt: object, result: Imported) -> None:
     """The entries of a data file. They keep the keys that they have, which mean the same in a configuration."""
     rows = [row for row in file.content if isinstance(row, dict)] if isinstance(file.content, list) else []
     defaults = DataDefaults(instance_prompt=prompt if isinstance(prompt, str) else None)
-    specs, problems = parse_datasets(rows, where=file.name, defaults=defaults)
+    catalog = catalog_of(load_plugins(selection_of((), None, os.environ), strict=False))
+    specs, problems = parse_datasets(rows, where=file.name, defaults=defaults, catalog=catalog)
     for problem in problems:
         result.left.append(Left(place=problem.where, why=problem.message, fix=problem.fix))
     for spec in specs:
