@@ -16,6 +16,8 @@ from PIL import Image
 
 from smalti import UserError
 from smalti.data import DECODING_ERRORS, EXTENSIONS
+from smalti_data.archives.row_images import holds_images, holds_texts
+from smalti_data.tables.columns import leaf, leaves
 
 _ROWS = 32  # read at once
 _EXTENSIONS = {"JPEG": ".jpg", "TIFF": ".tif"}
@@ -55,8 +57,8 @@ def choose_columns(file: Path, image: str | None, caption: str | None, *, captio
     Raises UserError for a column that is not there, or if the choice is not clear; the message lists the columns.
     """
     schema = _opened(file).schema_arrow
-    images = [field.name for field in schema if _holds_images(field.type)]
-    texts = [name for name, kind in _leaves(schema) if _holds_texts(kind) and name.partition(".")[0] not in images]
+    images = [field.name for field in schema if holds_images(field.type)]
+    texts = [name for name in leaves(schema) if holds_texts(leaf(schema, name)) and name.partition(".")[0] not in images]
     return Columns(
         image=_choice(file, "image", image, images),
         caption=_choice(file, "caption", caption, texts, also="--no_captions") if captions else None,
@@ -164,30 +166,3 @@ def _choice(file: Path, what: str, given: str | None, possible: Sequence[str], *
         message = f"{file.name} has several columns that may be the {what}" if given is None else f"no {what}s in {given!r}"
     options = [f"--{what}_column={name}" for name in possible] + ([also] if also else [])
     raise UserError(message, fix=f"give {' or '.join(options)}" if options else "unpack another file")
-
-
-def _leaves(schema: pa.Schema) -> Iterator[tuple[str, pa.DataType]]:
-    """All columns and, with dots, the fields of structs."""
-    left = [(field.name, field.type) for field in schema]
-    while left:
-        name, kind = left.pop(0)
-        if pa.types.is_struct(kind):
-            left = [(f"{name}.{field.name}", field.type) for field in kind] + left
-        else:
-            yield name, kind
-
-
-def _is_binary(kind: pa.DataType) -> bool:
-    return bool(pa.types.is_binary(kind) or pa.types.is_large_binary(kind))
-
-
-def _holds_images(kind: pa.DataType) -> bool:
-    if pa.types.is_struct(kind):
-        return any(field.name == "bytes" and _is_binary(field.type) for field in kind)
-    return _is_binary(kind)
-
-
-def _holds_texts(kind: pa.DataType) -> bool:
-    if pa.types.is_list(kind) or pa.types.is_large_list(kind):
-        kind = kind.value_type
-    return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind))

@@ -151,7 +151,7 @@ class RowImages(ContainerSource):
             return image, None
         caption = self._columns.caption_column
         if caption is None:
-            texts = [name for name in leaves(schema) if name.partition(".")[0] != image and _holds_texts(leaf(schema, name))]
+            texts = [name for name in leaves(schema) if name.partition(".")[0] != image and holds_texts(leaf(schema, name))]
             known = [name for name in _CAPTIONS if name in texts] or (texts if len(texts) == 1 else [])
             if not known:
                 fix = f"set caption_column to one of: {', '.join(texts)}" if texts else "set caption_strategy to instanceprompt"
@@ -302,7 +302,8 @@ def _is_binary(kind: pa.DataType) -> bool:
     return bool(pa.types.is_binary(kind) or pa.types.is_large_binary(kind))
 
 
-def _holds_texts(kind: pa.DataType | None) -> bool:
+def holds_texts(kind: pa.DataType | None) -> bool:
+    """Whether a column has texts, or lists of them."""
     if kind is not None and (pa.types.is_list(kind) or pa.types.is_large_list(kind)):
         kind = kind.value_type
     return kind is not None and bool(pa.types.is_string(kind) or pa.types.is_large_string(kind))
