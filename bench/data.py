@@ -25,7 +25,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from smalti.data.datasets.catalog import Catalog
+from smalti.data import catalog_of
 from smalti.data.datasets.parse import DataDefaults, parse_datasets
 from smalti.data.datasets.sources import LISTED, Listed, listed_columns, listed_rows
 from smalti.data.scan.build import build_index
@@ -33,6 +33,9 @@ from smalti.data.scan.index import DatasetIndex
 from smalti.data.scan.index_file import SCHEMA, IndexFile, IndexWriter
 from smalti.data.storage.local import LocalStorage
 from smalti.data.storage.protocol import StoredFile
+from smalti.plugins import load_plugins
+
+CATALOG = catalog_of(load_plugins())
 
 _BLOCK = 1 << 16
 
@@ -129,9 +132,9 @@ def _prepare(folder: Path, rows: int) -> None:
 
 def _build(what: str, folder: Path, rows: int) -> None:
     entry = {"id": "bench", "instance_data_dir": str(folder), "metadata_backend": "json", "caption_strategy": "json"}
-    (spec,), _ = parse_datasets([entry], where="", defaults=DataDefaults())
+    (spec,), _ = parse_datasets([entry], where="", defaults=DataDefaults(), catalog=CATALOG)
     storage = Listing(folder, rows)
-    source = Columns(folder / "input.arrow") if what == "columns" else Catalog().open_source(spec, storage)
+    source = Columns(folder / "input.arrow") if what == "columns" else CATALOG.open_source(spec, storage)
     build_index(spec, storage, source, folder / f"{what}.arrow")
 
 
@@ -168,7 +171,7 @@ def _scan(folder: Path, rows: int) -> None:
 def _measured_scan(what: str, folder: Path, rows: int, changed: int) -> None:
     entry = {"id": "bench", "instance_data_dir": str(folder), "metadata_backend": what}
     entry |= {"caption_strategy": "json" if what == "json" else "filename"}
-    (spec,), _ = parse_datasets([entry], where="", defaults=DataDefaults())
+    (spec,), _ = parse_datasets([entry], where="", defaults=DataDefaults(), catalog=CATALOG)
     storage = Flat(folder, rows, changed)
     before = peak = _anonymous_mb()
     ended = threading.Event()
@@ -180,7 +183,7 @@ def _measured_scan(what: str, folder: Path, rows: int, changed: int) -> None:
 
     threading.Thread(target=watch, daemon=True).start()
     begin = time.process_time()
-    index = build_index(spec, storage, Catalog().open_source(spec, storage), folder / f"{what}.arrow")
+    index = build_index(spec, storage, CATALOG.open_source(spec, storage), folder / f"{what}.arrow")
     spent = time.process_time() - begin
     ended.set()
     size = (folder / f"{what}.arrow").stat().st_size / 2**20

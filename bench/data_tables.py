@@ -25,7 +25,7 @@ import pyarrow.parquet as pq
 from smalti.data import DatasetSpec
 from smalti.data.scan.build import build_index
 from smalti.data.storage.local import LocalStorage
-from smalti_storage_s3.parquet import open_parquet
+from smalti_data.tables.parquet_table import open_parquet
 
 _GROUP = 100_000
 

@@ -11,6 +11,8 @@ from pathlib import PurePath
 
 import click
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 import smalti
 from smalti.cli import entry
@@ -27,7 +29,8 @@ from smalti.plugins.discovery import BUILT_IN, Selection, load_plugins
 from smalti.plugins.lookup import choose_distributed
 from smalti.plugins.registry import RegisterHook
 from smalti.plugins.schema import schema_of
-from smalti.types import CommandCollector, Deferred
+from smalti.types import Deferred
+from smalti_testing.commands import CommandSubject
 from smalti_testing.plugins import PluginSubject
 
 
@@ -215,6 +218,18 @@ def test_all_packages_have_one_version_and_their_official_names(root):
     assert {package.plugin: package.distribution for package in PLUGINS.values()} == entered
 
 
+def test_the_table_of_packages_has_those_that_each_of_them_depends_on(root):
+    official = {package.distribution: package.plugin for package in PACKAGES}
+    for package in PACKAGES:
+        project = root / "plugins" / (package.folder or package.plugin) / "pyproject.toml"
+        declared = tomllib.loads(project.read_text())["project"]["dependencies"]
+        assert set(package.needs) == {official[name] for name in map(name_of, declared) if name in official}
+
+
+def name_of(requirement: str) -> str:
+    return str(canonicalize_name(Requirement(requirement).name))
+
+
 def test_type_checkers_read_the_annotations_of_all_packages(root):
     packages = [path.parent for path in root.glob("plugins/*/src/smalti_*/__init__.py")] + [root / "core" / "src" / "smalti"]
     assert [str(package.relative_to(root)) for package in packages if not (package / "py.typed").exists()] == []
@@ -224,16 +239,14 @@ def test_type_checkers_read_the_annotations_of_all_packages(root):
 def test_the_table_of_packages_says_what_each_of_them_adds(package):
     subject = PluginSubject(package.plugin)
     options = Schema(tuple(subject.answer(HookSpecs.declare_options) or ())).options.values()
-    commands = CommandCollector()
-    subject.answer(HookSpecs.register_commands, commands=commands)
+    commands = CommandSubject(package.plugin).commands if "register_commands" in subject.info.hooks else {}
     formats = subject.answer(HookSpecs.register_checkpoint_formats) or ()
 
     def names(hook: RegisterHook) -> set[str]:
         return {each.name for each in subject.answer(hook) or ()}
 
     assert set(package.options) == {name for option in options for name in (option.name, *option.aliases)}
-    below = {f"{group} {name}" for group, added in commands._below.items() for name in added.commands}
-    assert set(package.commands) == {*commands.commands, *below}
+    assert set(package.commands) == set(map(" ".join, commands))
     assert set(package.caches) == names(HookSpecs.register_caches)
     assert set(package.optimizers) == names(HookSpecs.register_optimizers)
     assert set(package.families) == names(HookSpecs.register_model_families)

@@ -11,7 +11,7 @@ import pytest
 
 from smalti.config import reference_keys_page
 from smalti.config.resolution import resolve
-from smalti.data.datasets.parse import DataDefaults, parse_datasets
+from smalti.data import DataDefaults, catalog_of, parse_datasets
 from smalti.data.datasets.spec import ENTRY_KEYS
 from smalti.errors import ConfigError
 from smalti.hookspecs import HookSpecs
@@ -115,8 +115,9 @@ def test_the_reference_of_dataset_keys_has_every_key_once():
 
 def test_the_examples_of_datasets_are_accepted(root):
     examples = dict(_FENCE.findall((root / "docs" / "datasets.md").read_text(encoding="utf-8").partition("## A table")[0]))
+    catalog = catalog_of(load_plugins())
     for entries in (json.loads(examples["json"]), tomllib.loads(examples["toml"])["datasets"]):
-        specs, problems = parse_datasets(entries, where="docs/datasets.md", defaults=DataDefaults())
+        specs, problems = parse_datasets(entries, where="docs/datasets.md", defaults=DataDefaults(), catalog=catalog)
         assert (len(specs), problems) == (len(entries), ())
 
 

@@ -10,7 +10,6 @@ from smalti import types
 from smalti_testing.protocols import CHAPTERS, page
 
 NOT_FOR_PLUGINS = {
-    "ReadsRows",  # of tables whose rows have one form; plugins inherit from TableSource
     "Display",  # the console's own
     "MicroBatch",
     "Named",

@@ -15,15 +15,15 @@ import pyarrow
 from PIL import Image
 from pyarrow import parquet
 
-from smalti.data import BUILT_IN_METADATA, BUILT_IN_STORAGES, Loader, PreparedData, build_datasets, parse_datasets
+from smalti.data import Loader, PreparedData, build_datasets, catalog_of, parse_datasets
 from smalti.data.batch_check import BatchShape
 from smalti.data.datasets.catalog import Catalog
 from smalti.data.datasets.parse import DataDefaults
 from smalti.data.prepared import DataRules, prepare
 from smalti.data.storage.protocol import TransientStorageError
 from smalti.errors import UserError
+from smalti.plugins import load_plugins
 from smalti.types import World
-from smalti_storage_s3.plugin import plugin as storage_s3
 
 from .subject import Report
 
@@ -32,6 +32,7 @@ EFFECTIVE = 12
 Sample = tuple[int, int, str, str, bytes]
 """Position, number, key, caption, and the first bytes of the pixels."""
 SIZES = ((16, 16), (24, 16), (16, 24))
+CATALOG = catalog_of(load_plugins())
 
 
 def fill(chance: Random, folder: Path, count: int) -> Path:
@@ -52,11 +53,11 @@ def data_of(
     entries: list[dict[str, object]], *, seed: int, budget: float = 0.01, catalog: Catalog | None = None
 ) -> PreparedData:
     """The data as a run has it. Raises ConfigError and what the scan raises."""
-    specs, problems = parse_datasets(entries, where="", defaults=DataDefaults(resolution=16), catalog=catalog or Catalog())
+    specs, problems = parse_datasets(entries, where="", defaults=DataDefaults(resolution=16), catalog=catalog or CATALOG)
     assert not problems, problems
     shape = BatchShape(train_batch_size=EFFECTIVE, ranks=1, accumulation=1)
     rules = DataRules(seed=seed, shape=shape, alignment=8, error_budget=budget, short_buckets="repeat")
-    return prepare(build_datasets(specs, catalog or Catalog()), rules)
+    return prepare(build_datasets(specs, catalog or CATALOG), rules)
 
 
 def sequence(
@@ -262,14 +263,13 @@ def bad_parquet(chance: Random, place: Path) -> Report:
         "of another schema": other.getvalue(),
     }
     entries = entries_of(folder, metadata_backend="parquet", parquet={"path": "metadata.parquet"})
-    catalog = Catalog.of(BUILT_IN_STORAGES, [*BUILT_IN_METADATA, *storage_s3.register_metadata_backends()])
     for name, content in torn.items():
         (folder / "metadata.parquet").write_bytes(content)
         report.faults += 1
         found: list[str] = []
 
         def read(found: list[str] = found) -> None:
-            index = data_of(entries, seed=1, catalog=catalog).datasets[0].index
+            index = data_of(entries, seed=1).datasets[0].index
             found += [caption for row in range(len(index)) for caption in index.captions(row)]
 
         ended, same = _ends(read), found == [f"row {each}" for each in names]

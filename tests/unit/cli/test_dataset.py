@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import json
-import shlex
 from collections.abc import Sequence
 from itertools import islice
 from pathlib import Path
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 import torch
 from click.testing import CliRunner, Result
@@ -192,19 +189,3 @@ def test_problems_of_the_file_are_reported(config: Path) -> None:
     result = run("scan", "--data_backend_config", config)
 
     assert isinstance(result.exception, ConfigError)
-
-
-def test_what_was_unpacked_can_be_checked_with_the_command_that_is_shown(config: Path, tmp_path: Path) -> None:
-    images = [{"bytes": path.read_bytes(), "path": path.name} for path in sorted((tmp_path / "pets").glob("*.png"))]
-    images[3] = {"bytes": b"", "path": "gone.png"}
-    folder = tmp_path / "hub" / "default" / "partial-train"
-    folder.mkdir(parents=True)
-    pq.write_table(pa.table({"image": images, "text": ["a pet"] * 10}), folder / "0000.parquet")
-    report = run("unpack", tmp_path / "hub", "--to", tmp_path / "my photos").output
-    *_, command = report.splitlines()
-    words = shlex.split(command.removeprefix("next: smalti dataset "))
-
-    assert "9 images in" in report
-    assert "left out: 0000.parquet, row 3: not an image that can be read" in report
-    assert "the Hub converts only the first part of a large dataset" in report
-    assert "9 batches in the first epoch" in run(*words, "--resolution=16", "--aspect_bucket_alignment=8").output

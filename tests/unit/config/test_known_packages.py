@@ -30,6 +30,11 @@ def test_from_a_repository_it_is_installed_from_the_same_commit(nothing_installe
     assert PLUGINS["fsdp2"].fix == f"pip install 'smalti-fsdp2 @ {place}'"
 
 
+def test_a_package_brings_those_that_it_depends_on(nothing_installed):
+    assert PLUGINS["storage_s3"].fix == f"pip install {PLUGINS['storage_s3'].target}"
+    assert [Path(each).name for each in PLUGINS["storage_s3"].target.split()] == ["storage_s3", "data"]
+
+
 def test_several_missing_packages_are_named_in_one_command(nothing_installed, configure):
     with pytest.raises(ConfigError) as caught:
         configure("--fsdp_enable", "--lora_rank=4")

@@ -23,7 +23,7 @@ from smalti.data.scan.index import DatasetIndex, load_index
 from smalti.data.scan.quarantine import BadSampleError
 from smalti.data.storage.local import LocalStorage
 from smalti.data.storage.protocol import TransientStorageError
-from smalti.errors import ConfigError, UserError
+from smalti.errors import UserError
 
 
 def image(path: Path, width: int = 12, height: int = 8, caption: str | None = "a thing", exif: bytes = b"") -> None:
@@ -322,73 +322,6 @@ def test_a_choice_of_samples_hardly_changes_when_files_are_added(tmp_path: Path)
     assert len(before) == len(after) == 10
     assert len(set(before) - set(after)) <= 4
     assert after == healthy(build(tmp_path, max_num_samples=10))
-
-
-def table(folder: Path, *rows: dict[str, object]) -> None:
-    (folder / "metadata.jsonl").write_text("\n".join(json.dumps(row) for row in rows) + "\n")
-
-
-def test_a_json_table_gives_sizes_and_captions_without_opening_pictures(tmp_path: Path) -> None:
-    image(tmp_path / "a.png", caption=None)
-    image(tmp_path / "sub/b.png", caption=None)
-    table(
-        tmp_path,
-        {"filename": "sub/b.png", "caption": ["one", "two"], "width": 640, "height": 480},
-        {"filename": "./a.png", "caption": "an ant", "width": 320, "height": 240},
-    )
-    storage = CountingStorage(tmp_path)
-    index = build(tmp_path, storage=storage, metadata_backend="json")
-
-    assert storage.opened == ["metadata.jsonl"]
-    assert (sizes(index), index.captions(0), index.captions(1)) == ([(320, 240), (640, 480)], ("an ant",), ("one", "two"))
-
-
-def test_a_json_table_may_leave_out_sizes_and_captions(tmp_path: Path) -> None:
-    image(tmp_path / "a.png", 30, 20, "from the file")
-    table(tmp_path, {"filename": "a.png"})
-
-    assert build(tmp_path, metadata_backend="json", caption_strategy="textfile").captions(0) == ("from the file",)
-    assert reasons(build(tmp_path, metadata_backend="json")) == {"a.png": "no caption under 'caption' in the table"}
-
-
-def test_a_table_names_what_belongs_to_the_dataset(tmp_path: Path) -> None:
-    image(tmp_path / "a.png")
-    image(tmp_path / "unlisted.png")
-    table(tmp_path, {"filename": "a.png", "caption": "x"}, {"filename": "gone.png", "caption": "y"})
-    index = build(tmp_path, metadata_backend="json")
-
-    assert healthy(index) == ["a.png"]
-    assert "the image is missing" in reasons(index)["gone.png"]
-
-
-def test_a_faulty_table_is_told_with_its_lines(tmp_path: Path) -> None:
-    image(tmp_path / "a.png")
-    (tmp_path / "metadata.jsonl").write_text(
-        '{"filename": "a.png"}\n{oops\n{"caption": 1}\n{"filename": "b", "width": "wide"}\n'
-    )
-
-    with pytest.raises(ConfigError) as caught:
-        build(tmp_path, metadata_backend="json")
-
-    assert [problem.where.rpartition(", ")[2] for problem in caught.value.problems] == ["line 2", "line 3", "line 4"]
-
-
-def test_a_table_with_other_columns_is_reported_with_their_names(tmp_path: Path) -> None:
-    table(tmp_path, {"file_name": "a.png", "text": "a cat"})
-    image(tmp_path / "a.png", 30, 20)
-
-    with pytest.raises(ConfigError, match="no file name under 'filename'; the columns are file_name, text") as caught:
-        build(tmp_path, metadata_backend="json")
-    assert caught.value.problems[0].fix == 'name the columns: "json": {"filename_column": ..., "caption_column": ...}'
-    columns = {"filename_column": "file_name", "caption_column": "text"}
-    assert build(tmp_path, metadata_backend="json", json=columns).captions(0) == ("a cat",)
-
-
-def test_a_missing_table_says_where_it_was_looked_for(tmp_path: Path) -> None:
-    image(tmp_path / "a.png")
-
-    with pytest.raises(UserError, match=r"metadata\.jsonl cannot be read"):
-        build(tmp_path, metadata_backend="json")
 
 
 def test_a_scan_keeps_index_and_quarantine_list_in_the_run_directory(tmp_path: Path) -> None:

@@ -10,7 +10,6 @@ import pyarrow as pa
 import pytest
 from PIL import Image
 
-from smalti.data.datasets.parse import DataDefaults, parse_datasets
 from smalti.data.datasets.sources import LISTED, Listed, listed_rows
 from smalti.data.datasets.spec import DatasetSpec
 from smalti.data.prepared import Dataset
@@ -55,10 +54,7 @@ class Columns:
 
 
 def spec_of(folder: Path) -> DatasetSpec:
-    entry = {"id": "pets", "instance_data_dir": str(folder), "metadata_backend": "json"}
-    specs, problems = parse_datasets([entry], where="", defaults=DataDefaults())
-    assert not problems
-    return specs[0]
+    return DatasetSpec(id="pets", instance_data_dir=folder, metadata_backend="table", caption_strategy="table")
 
 
 def build(folder: Path, *rows: dict[str, object]) -> DatasetIndex:

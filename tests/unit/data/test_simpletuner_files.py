@@ -7,11 +7,15 @@ from collections.abc import Mapping
 import pytest
 from hypothesis import example, given, settings, strategies as st
 
+from smalti.data import catalog_of
+from smalti.data.datasets.catalog import Catalog
 from smalti.data.datasets.parse import DataDefaults, parse_datasets
 from smalti.data.datasets.simpletuner import REFUSED, WITHOUT_EFFECT
 from smalti.data.datasets.spec import ENTRY_KEYS
+from smalti.plugins import load_plugins
 
 Entry = Mapping[str, object]
+CATALOG = catalog_of(load_plugins())
 
 TEXTS: Entry = {"id": "texts", "dataset_type": "text_embeds", "default": True, "type": "local", "cache_dir": "t/{model_family}"}
 SIZES: Entry = {
@@ -54,11 +58,10 @@ S3: Entry = {
 }
 
 
-def parse(*entries: Entry) -> tuple[list[str], list[str]]:
+def parse(*entries: Entry, catalog: Catalog = CATALOG) -> tuple[list[str], list[str]]:
     """The notices, and the problems without their fix."""
-    specs, problems = parse_datasets(
-        entries, where="data.json", defaults=DataDefaults(), placeholders={"model_family": "flux", "output_dir": "run"}
-    )
+    names = {"model_family": "flux", "output_dir": "run"}
+    specs, problems = parse_datasets(entries, where="data.json", defaults=DataDefaults(), catalog=catalog, placeholders=names)
     assert all(problem.fix for problem in problems)
     return [notice for spec in specs for notice in spec.notices], [problem.message for problem in problems]
 
@@ -111,7 +114,20 @@ def test_a_list_of_urls_is_read() -> None:
         ({**LOCAL, "type": "webshart", "source": "x", "webshart": {}}, ["type 'webshart' is not supported yet"]),
         (
             {**LOCAL, "caption_strategy": "parquet", "metadata_backend": "parquet", "parquet": {"path": "t"}},
-            ["metadata_backend: 'parquet' belongs to smalti-storage-s3"],
+            ["metadata_backend: 'parquet' belongs to smalti-data"],
+        ),
+        ({**HUB, "dataset_config": "large", "split": "all"}, ["type: 'huggingface' belongs to smalti-data"]),
+        (
+            {**LOCAL, "type": "csv", "csv_file": "list.csv", "csv_cache_dir": "c", "caption_strategy": "csv"},
+            ["type: 'csv' belongs to smalti-data"],
+        ),
+        (
+            {**LOCAL, "caption_strategy": "json", "metadata_backend": "json", "json": {"path": "t.jsonl"}},
+            ["metadata_backend: 'json' belongs to smalti-data"],
+        ),
+        (
+            {**LOCAL, "caption_strategy": "tar", "metadata_backend": "tar"},
+            ["metadata_backend: 'webdataset' belongs to smalti-data"],
         ),
         (
             {**LOCAL, "conditioning": {"type": "canny"}},
@@ -120,7 +136,7 @@ def test_a_list_of_urls_is_read() -> None:
     ],
 )
 def test_what_is_not_supported_yet_is_named_once(entry: Entry, problems: list[str]) -> None:
-    assert parse(entry, TEXTS)[1] == problems
+    assert parse(entry, TEXTS, catalog=Catalog())[1] == problems
 
 
 values = st.recursive(
@@ -146,7 +162,8 @@ keys = st.sampled_from([*ENTRY_KEYS, *WITHOUT_EFFECT, *REFUSED, "type", "hugging
 @example([{"id": "a", "instance_data_dir": "x\0", "json": {"path": "~nobody-at-all/x"}, "metadata_backend": "json"}])
 @given(st.lists(st.dictionaries(keys, values, max_size=6), max_size=3))
 def test_whatever_a_file_contains_it_is_read_or_has_problems_with_a_fix(entries: list[dict[str, object]]) -> None:
-    specs, problems = parse_datasets(entries, where="", defaults=DataDefaults(), placeholders={"model_family": None})
+    names = {"model_family": None}
+    specs, problems = parse_datasets(entries, where="", defaults=DataDefaults(), catalog=CATALOG, placeholders=names)
 
     assert all(problem.message and problem.fix for problem in problems)
     assert len(specs) <= len(entries)

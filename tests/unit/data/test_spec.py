@@ -18,10 +18,13 @@ from smalti.errors import ConfigError
 from smalti.types import MetadataEntry, StorageEntry
 
 PETS: Mapping[str, object] = {"id": "pets", "instance_data_dir": "pets"}
+TABLES = Catalog(
+    metadata={name: MetadataEntry(name=name, title="", factory="") for name in ("csv", "discovery", "huggingface", "json")}
+)
 
 
 def parse(*entries: Mapping[str, object], catalog: Catalog | None = None) -> tuple[tuple[DatasetSpec, ...], list[str]]:
-    specs, problems = parse_datasets(entries, where="data.json", defaults=DataDefaults(), catalog=catalog)
+    specs, problems = parse_datasets(entries, where="data.json", defaults=DataDefaults(), catalog=catalog or TABLES)
     return specs, [str(problem) for problem in problems]
 
 
@@ -250,7 +253,7 @@ def test_placeholders_in_paths_are_replaced() -> None:
         "metadata_backend": "json",
         "json": {"path": "{id}.jsonl"},
     }
-    (spec,), problems = parse_datasets([entry], where="", defaults=DataDefaults(), placeholders=VALUES)
+    (spec,), problems = parse_datasets([entry], where="", defaults=DataDefaults(), catalog=TABLES, placeholders=VALUES)
 
     assert problems == ()
     assert (spec.instance_data_dir, spec.cache_dir_vae) == (Path.cwd() / "runs/1/photos/my-pets", "cache/vae/toy/my-pets")

@@ -83,6 +83,19 @@ def test_datasets_stand_in_the_file_with_the_keys_that_they_have(converted):
     assert "download the tar shards" in next(each.fix for place, each in left.items() if "list" in place)
 
 
+def test_datasets_of_packages_that_are_absent_are_left_with_the_package(imported, monkeypatch):
+    monkeypatch.setenv("SMALTI_WITHOUT", "data")
+    values, left, _ = imported({"data.json": json.dumps(DATA)})
+    assert [each["id"] for each in values["datasets"]] == ["my cats", "texts"]
+    assert any("'huggingface' belongs to smalti-data" in each.why for each in left.values())
+
+
+def test_a_dataset_on_s3_is_kept(imported):
+    bucket = {"id": "bucket", "type": "aws", "aws_bucket_name": "b"}
+    values, left, _ = imported({"data.json": json.dumps([*DATA[::3], bucket])})
+    assert (values["datasets"][-1], left) == (bucket, {})
+
+
 def test_what_was_imported_means_the_same_as_the_file_itself(everything, write):
     """Read as it is, with SimpleTuner's defaults, or imported: every option has the same value."""
     source = write("config.json", json.dumps({key: value for key, value in CONFIG.items() if "controlnet" not in key}))

@@ -113,7 +113,7 @@ def test_hook_register_storage_makes_a_dataset_type_known(sparkling):
 
 
 def test_hook_register_metadata_backends_makes_a_source_of_captions_known(sparkling):
-    assert {"label", "discovery", "json"} <= set(catalog_of(sparkling).metadata)
+    assert {"label", "discovery"} <= set(catalog_of(sparkling).metadata)
 
 
 def test_hook_register_optimizers_adds_to_the_registry(sparkling):

@@ -1,4 +1,4 @@
-"""Datasets in folders on a local or mounted disk, with captions in files, names or a JSON-lines table."""
+"""Datasets in folders on a local or mounted disk, with captions in files or names."""
 
 from __future__ import annotations
 

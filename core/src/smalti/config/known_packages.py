@@ -23,7 +23,8 @@ class Package:
     """One package of the project, with the names of what it adds.
 
     `commands` are those of `smalti`, and with the name of a group before it, those that it adds to a group.
-    `folder` is its folder below plugins/, if that is not called as the plugin is.
+    `folder` is its folder below plugins/, if that is not called as the plugin is. `needs` are the plugins of packages that it
+    depends on, which pip does not find by itself while they are on no index.
     `accelerate` has sections of an Accelerate YAML and values of its `distributed_type`. `checkpoints` has (pattern, format):
     files that mark a folder as a checkpoint of that format. `strategy` is the title of its distributed plan. `schemes` are
     those of URLs that it takes in place of paths.
@@ -31,6 +32,7 @@ class Package:
 
     plugin: str
     folder: str = ""
+    needs: tuple[str, ...] = ()
     options: tuple[str, ...] = ()
     commands: tuple[str, ...] = ()
     caches: tuple[str, ...] = ()
@@ -51,11 +53,12 @@ class Package:
         """What `pip install` takes; empty if the package is installed."""
         if installed(self.distribution):
             return ""
-        folder = self.folder or self.plugin
+        folder, repository, place = self.folder or self.plugin, _repository(), self.distribution
         if (clone := _clone()) is not None:
-            return str(clone / "plugins" / folder)
-        repository = _repository()
-        return f"'{self.distribution} @ {repository}#subdirectory=plugins/{folder}'" if repository else self.distribution
+            place = str(clone / "plugins" / folder)
+        elif repository:
+            place = f"'{place} @ {repository}#subdirectory=plugins/{folder}'"
+        return " ".join((place, *filter(None, (PLUGINS[each].target for each in self.needs))))
 
     def problem(self, message: str, where: str) -> Problem:
         """A problem of the configuration: something needs this package."""
@@ -167,19 +170,20 @@ PACKAGES = (
         commands=("hub",),
     ),
     Package(
+        plugin="data",
+        commands=("dataset unpack",),
+        storages=("csv", "huggingface", "json", "parquet", "webdataset"),
+    ),
+    Package(
         plugin="storage_s3",
-        options=(
-            "checkpoint_mirror",
-            "checkpoint_mirror_total_limit",
-            "checkpoint_mirror_timeout",
-            "checkpoint_mirror_verify",
-            "checkpoint_mirror_endpoint_url",
-            "checkpoint_mirror_profile_name",
-            "checkpoint_mirror_region_name",
+        needs=("data",),
+        options=tuple(
+            f"checkpoint_mirror{end}"
+            for end in ("", "_total_limit", "_timeout", "_verify", "_endpoint_url", "_profile_name", "_region_name")
         ),
         commands=("mirror", "s3"),
         schemes=("s3",),
-        storages=("aws", "parquet"),
+        storages=("aws",),
     ),
     Package(
         plugin="webhooks", folder="health", options=("webhook_config", "webhook_reporting_interval"), commands=("webhook",)
@@ -271,7 +275,7 @@ def family_packages() -> str:
 
 
 def package_of_command(name: str) -> Package | None:
-    """The package that adds this subcommand of `smalti`."""
+    """The package that adds this command, such as "s3" or "dataset unpack"."""
     return next((package for package in PACKAGES if name in package.commands), None)
 
 

@@ -9,6 +9,7 @@ from .cache.contents import (
 )
 from .cache.embedding_cache import CachedTexts as CachedTexts
 from .cache.encode_ahead import Encoded as Encoded, encode_ahead as encode_ahead
+from .datasets.captions import depends_on_text_file as depends_on_text_file
 from .datasets.catalog import BUILT_IN_METADATA as BUILT_IN_METADATA, BUILT_IN_STORAGES as BUILT_IN_STORAGES, Catalog as Catalog
 from .datasets.held_out import HeldOut as HeldOut, HeldOutImages as HeldOutImages
 from .datasets.keys import DATASET_KEYS as DATASET_KEYS, SIMPLETUNER_KEYS as SIMPLETUNER_KEYS
@@ -27,8 +28,11 @@ from .datasets.sources import (
     ReportsNotices as ReportsNotices,
     ReportsSkipped as ReportsSkipped,
     UsesFolder as UsesFolder,
+    listed_columns as listed_columns,
+    listed_rows as listed_rows,
 )
-from .datasets.spec import DatasetSpec as DatasetSpec
+from .datasets.spec import DatasetSpec as DatasetSpec, Folder as Folder, JsonTable as JsonTable
+from .datasets.wrong_values import wrong_values as wrong_values
 from .from_options import (
     Scan as Scan,
     cache_folders as cache_folders,
@@ -54,7 +58,6 @@ from .order import (
     Part as Part,
     Version as Version,
 )
-from .parquet_images import choose_columns as choose_columns, parquet_files as parquet_files, unpack as unpack
 from .plan.largest_bucket import (
     LargestBucket as LargestBucket,
     buckets_key as buckets_key,
@@ -64,18 +67,23 @@ from .prepared import Dataset as Dataset, PreparedData as PreparedData, build_da
 from .scan.build import Progress as Progress
 from .scan.changes import changes as changes, keep as keep
 from .scan.identity import Identity as Identity, Settings as Settings, first_digest as first_digest
-from .scan.image_headers import EXTENSIONS as EXTENSIONS
-from .sources.archives.row_images import RowImages as RowImages
-from .sources.parquet_files import (
-    OpenedParquet as OpenedParquet,
-    explained_parquet as explained_parquet,
-    parquet_at as parquet_at,
-    parquet_batches as parquet_batches,
-    parquet_in as parquet_in,
+from .scan.image_headers import DECODING_ERRORS as DECODING_ERRORS, EXTENSIONS as EXTENSIONS, read_header as read_header
+from .scan.quarantine import BadSampleError as BadSampleError
+from .sources.image_files import ImageFiles as ImageFiles
+from .sources.keys import (
+    HubKeys as HubKeys,
+    ImageKeys as ImageKeys,
+    TableKeys as TableKeys,
+    UrlListKeys as UrlListKeys,
+    WebDatasetKeys as WebDatasetKeys,
 )
-from .sources.range_file import RangeFile as RangeFile
-from .sources.tables.table_source import Table as Table, TableSource as TableSource
-from .sources.unchanged import file_identity as file_identity
+from .sources.listing import FILES as FILES, rebatched as rebatched, visible_files as visible_files
+from .sources.unchanged import (
+    ListedOnce as ListedOnce,
+    ListingDigest as ListingDigest,
+    file_identity as file_identity,
+    stored_identity as stored_identity,
+)
 from .storage.columns import file_columns as file_columns, list_columns as list_columns
 from .storage.local import LocalStorage as LocalStorage
 from .storage.protocol import (
@@ -97,4 +105,5 @@ from .storage.protocol import (
     TransientStorageError as TransientStorageError,
     checked_key as checked_key,
 )
+from .threads import Threads as Threads
 from .visits import Visit as Visit, visits_at as visits_at

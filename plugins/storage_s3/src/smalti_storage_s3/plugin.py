@@ -1,10 +1,10 @@
-"""Registers the storage `aws` and the metadata backend `parquet` for datasets, and mirrors of checkpoints."""
+"""Registers the storage `aws` for datasets, and mirrors of checkpoints."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from smalti import Config, Finding, MetadataEntry, OptionGroup, Problem, StorageEntry, hookimpl
+from smalti import Config, Finding, OptionGroup, Problem, StorageEntry, hookimpl
 from smalti_storage_s3.client.settings import KEYS
 from smalti_storage_s3.mirror.hooks import MirrorHooks, mirror_problems
 from smalti_storage_s3.mirror.options import GROUP
@@ -44,11 +44,6 @@ class StorageS3(MirrorHooks):
                 open_url="smalti_storage_s3.mirror.place:open_run_url",
             )
         ]
-
-    @hookimpl
-    def register_metadata_backends(self) -> list[MetadataEntry]:
-        factory = "smalti_storage_s3.parquet:open_parquet"
-        return [MetadataEntry(name="parquet", title="Parquet tables, or parquet files of images", factory=factory)]
 
     @hookimpl
     def diagnose(self, config: Config | None) -> list[Finding]:

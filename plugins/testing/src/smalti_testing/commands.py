@@ -32,17 +32,19 @@ class CommandSubject:
     refused: tuple[tuple[str, ...], ...] = ()
 
     @cached_property
-    def commands(self) -> dict[str, click.Command]:
-        """By name, as the plugin registers them."""
-        group = CommandCollector()
-        PluginSubject(self.plugin).answer(HookSpecs.register_commands, commands=group)
-        return _members(group)
+    def commands(self) -> dict[tuple[str, ...], click.Command]:
+        """As the plugin registers them, by name; those below a group of the core by the names of both."""
+        core, own = CommandCollector(), CommandCollector()
+        PluginSubject("commands").answer(HookSpecs.register_commands, commands=core)
+        PluginSubject(self.plugin).answer(HookSpecs.register_commands, commands=own)
+        groups = {(): own} | {(name,): own.below(name) for name in core.commands}
+        return {(*path, name): each for path, group in groups.items() for name, each in _members(group).items()}
 
     @cached_property
     def paths(self) -> dict[tuple[str, ...], click.Command]:
         """All commands and those below them, by their full names."""
         found: dict[tuple[str, ...], click.Command] = {}
-        rest: list[tuple[tuple[str, ...], click.Command]] = [((name,), command) for name, command in self.commands.items()]
+        rest = list(self.commands.items())
         while rest:
             path, command = rest.pop()
             found[path] = command

@@ -16,37 +16,9 @@ if TYPE_CHECKING:
 
 E = TypeVar("E", StorageEntry, MetadataEntry)
 
-HUB_KEYS = (
-    "dataset_name", "split", "revision", "dataset_config", "image_column", "caption_column", "fallback_caption_column",
-    "streaming", "num_proc", "auto_load", "file_extension", "width_column", "height_column",
-)  # fmt: skip
-"""The keys of an entry of the Hub; they may be in its `huggingface` block too."""
-LIST_KEYS = (
-    "csv_file", "csv_cache_dir", "csv_url_column", "csv_caption_column", "csv_digest_column", "csv_downloads", "csv_timeout",
-    "csv_max_megabytes", "csv_allow_private_addresses",
-)  # fmt: skip
-"""The keys of an entry of a list of URLs."""
-BUILT_IN_STORAGES = (
-    StorageEntry(name="local", title="A folder", factory="smalti.data.storage.local:open_local"),
-    StorageEntry(
-        name="huggingface",
-        title="A dataset of the Hugging Face Hub",
-        factory="smalti.data.sources.archives.hub:open_hub",
-        keys=HUB_KEYS,
-    ),
-    StorageEntry(
-        name="csv",
-        title="Images of a list of URLs",
-        factory="smalti.data.sources.urls.url_list:open_folder",
-        keys=LIST_KEYS,
-    ),
-)
+BUILT_IN_STORAGES = (StorageEntry(name="local", title="A folder", factory="smalti.data.storage.local:open_local"),)
 BUILT_IN_METADATA = (
     MetadataEntry(name="discovery", title="The images themselves", factory="smalti.data.datasets.sources:Discovery"),
-    MetadataEntry(name="json", title="A JSON-lines table", factory="smalti.data.sources.json_table:open_json"),
-    MetadataEntry(name="csv", title="A CSV table", factory="smalti.data.sources.urls.url_list:open_csv"),
-    MetadataEntry(name="webdataset", title="Tar shards", factory="smalti.data.sources.archives.webdataset:WebDataset"),
-    MetadataEntry(name="huggingface", title="Images in parquet files", factory="smalti.data.sources.archives.hub:HubImages"),
 )
 
 

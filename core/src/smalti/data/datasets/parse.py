@@ -272,7 +272,8 @@ class _EntryParser:
         kind = values.setdefault("dataset_type", "image")
         self._check_choice(place, "type", storage, self.catalog.storages)
         if kind in TYPES_WITH_IMAGES:
-            self._check_choice(place, "metadata_backend", metadata, self.catalog.metadata)
+            if metadata != storage:  # else it follows from the storage
+                self._check_choice(place, "metadata_backend", metadata, self.catalog.metadata)
             if storage == "local" and "instance_data_dir" not in values:
                 self._add_problem(place, "instance_data_dir is missing", "set it to the folder of the images")
         self._drop_unsupported(place, values, "crop_style")

@@ -128,7 +128,7 @@ SAME_BACKENDS: Mapping[str, str] = {"filesystem": "discovery", "webshart": "webd
 _BLOCKS = ("csv", "huggingface", "memory", "parquet", "webshart")
 _HUB = (
     "dataset_name", "split", "revision", "image_column", "video_column", "caption_column", "fallback_caption_column",
-    "streaming", "num_proc", "auto_load",
+    "streaming", "num_proc", "auto_load", "dataset_config", "file_extension", "width_column", "height_column",
 )  # fmt: skip
 _PREFIXES = ("aws_", "csv_", "huggingface_", "memory_filesystem_", "webshart_")
 

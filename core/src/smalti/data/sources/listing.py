@@ -7,7 +7,6 @@ from collections.abc import Iterable, Iterator
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from smalti.data.scan.image_headers import EXTENSIONS
 from smalti.data.storage.columns import list_columns
 from smalti.data.storage.protocol import Storage
 
@@ -16,7 +15,7 @@ WINDOW = 1 << 16
 """Rows at a time: large enough that the cost per batch disappears, small enough for bounded memory."""
 
 
-def files(storage: Storage, prefix: str = "") -> Iterator[pa.RecordBatch]:
+def visible_files(storage: Storage, prefix: str = "") -> Iterator[pa.RecordBatch]:
     """All files that are not hidden, sorted by key, with the schema `FILES`, in batches of about `WINDOW` rows."""
     for batch in rebatched(list_columns(storage, prefix), FILES):
         hidden = pc.or_(pc.starts_with(batch.column("key"), "."), pc.match_substring(batch.column("key"), "/."))
@@ -48,14 +47,3 @@ def joined(batches: list[pa.RecordBatch], schema: pa.Schema) -> pa.RecordBatch:
     table = pa.Table.from_batches(batches, schema=schema).combine_chunks()
     found = table.to_batches()
     return found[0] if found else pa.RecordBatch.from_pylist([], schema=schema)
-
-
-def with_extension(batch: pa.RecordBatch, extensions: Iterable[str] = EXTENSIONS) -> pa.RecordBatch:
-    """The files whose names end in one of the extensions, in any case."""
-    names = "|".join(sorted(extension.removeprefix(".") for extension in extensions))
-    return batch.filter(pc.match_substring_regex(batch.column("key"), rf"[^/]\.({names})$", ignore_case=True))
-
-
-def stems(keys: pa.Array) -> pa.Array:
-    """Keys without their extension, but with the dot before it: then they sort as the keys do, where no name has other dots."""
-    return pc.replace_substring_regex(keys, r"[^./]*$", "")

@@ -14,7 +14,7 @@ import pyarrow as pa
 from blake3 import blake3
 
 from smalti.data.scan.index_file import text_parts
-from smalti.data.sources.listing import files
+from smalti.data.sources.listing import visible_files
 from smalti.data.storage.columns import list_columns
 from smalti.data.storage.protocol import Storage
 
@@ -71,7 +71,7 @@ class ListedOnce:
     def is_same(self, digest: str, *others: str) -> bool:
         """Whether all files that are not hidden have this digest. Lists the storage; if not, the listing is kept."""
         found = ListingDigest()
-        for batch in files(cast(Storage, _Keeping(self))):
+        for batch in visible_files(cast(Storage, _Keeping(self))):
             found.add(batch)
         same = found.result(*others) == digest
         if same and self._kept is not None:

@@ -1,0 +1,75 @@
+"""`smalti dataset unpack`, as a command below `smalti dataset`."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from click.testing import CliRunner
+from PIL import Image
+
+from smalti.cli.entry import smalti
+from smalti.errors import ConfigError, ExitCode, MissingPlugin
+
+
+def run(*words: object) -> str:
+    return CliRunner().invoke(smalti, ["dataset", *map(str, words)], catch_exceptions=False).output
+
+
+def test_what_was_unpacked_can_be_checked_with_the_command_that_is_shown(tmp_path: Path) -> None:
+    Image.new("RGB", (16, 16)).save(tmp_path / "pet.png")
+    data = (tmp_path / "pet.png").read_bytes()
+    images = [{"bytes": data, "path": f"{number}.png"} for number in range(10)]
+    images[3] = {"bytes": b"", "path": "gone.png"}
+    folder = tmp_path / "hub" / "default" / "partial-train"
+    folder.mkdir(parents=True)
+    pq.write_table(pa.table({"image": images, "text": ["a pet"] * 10}), folder / "0000.parquet")
+    report = run("unpack", tmp_path / "hub", "--to", tmp_path / "my photos")
+    *_, command = report.splitlines()
+    words = shlex.split(command.removeprefix("next: smalti dataset "))
+
+    assert "9 images in" in report
+    assert "left out: 0000.parquet, row 3: not an image that can be read" in report
+    assert "the Hub converts only the first part of a large dataset" in report
+    assert "9 batches in the first epoch" in run(*words, "--resolution=16", "--aspect_bucket_alignment=8")
+
+
+def test_it_is_in_the_list_of_the_group() -> None:
+    assert "unpack Write the images of parquet files into a folder, with their captions." in " ".join(run("--help").split())
+
+
+@pytest.fixture
+def absent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if the package were not installed."""
+    monkeypatch.setenv("SMALTI_WITHOUT", "data")
+    monkeypatch.setattr("smalti.config.known_packages.installed", lambda name: False)
+
+
+def test_without_the_package_a_table_is_refused_with_what_to_install(absent: None, tmp_path: Path) -> None:
+    Image.new("RGB", (16, 16)).save(tmp_path / "pet.png")
+    (tmp_path / "metadata.jsonl").write_text('{"filename": "pet.png", "caption": "a pet"}')
+    entry = {"id": "pets", "instance_data_dir": str(tmp_path), "metadata_backend": "json"}
+    (tmp_path / "data.json").write_text(json.dumps([entry]))
+    with pytest.raises(ConfigError, match=r"'json' belongs to smalti-data\n    fix: pip install \S+data$") as caught:
+        run("scan", f"--data_backend_config={tmp_path / 'data.json'}")
+    assert caught.value.exit_code == ExitCode.MISSING_PLUGIN
+
+
+def test_without_the_package_a_folder_with_text_files_is_a_dataset(absent: None, tmp_path: Path) -> None:
+    Image.new("RGB", (16, 16)).save(tmp_path / "pet.png")
+    (tmp_path / "pet.txt").write_text("a pet")
+    assert ": 1 images, 0 unusable" in run("scan", f"--instance_data_dir={tmp_path}")
+
+
+def test_without_the_package_the_command_says_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("SMALTI_WITHOUT", "data")
+    monkeypatch.setattr("smalti.config.known_packages.installed", lambda name: False)
+    with pytest.raises(
+        MissingPlugin, match=r"the command 'dataset unpack' belongs to smalti-data\n  fix: pip install \S+data$"
+    ):
+        run("unpack", tmp_path, "--to", tmp_path / "photos")
+    assert "unpack" not in run("--help")
