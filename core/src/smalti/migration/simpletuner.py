@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from smalti.config import PREFIX, Config, Schema, draft
-from smalti.data import DataDefaults, catalog_of, is_comment, parse_datasets
+from smalti.data import DataDefaults, is_comment, parse_datasets
 from smalti.errors import InvalidOptionError
 from smalti.migration.files import Opened, companion, open_file
 from smalti.migration.rules import Imported, Left, Line, place_of
@@ -141,6 +141,8 @@ def _comment(source: str, file: Opened) -> str:
 
 def _datasets(file: Opened, prompt: object, result: Imported) -> None:
     """The entries of a data file. They keep the keys that they have, which mean the same in a configuration."""
+    from smalti.data import catalog_of  # imported here: its module imports numpy, pyarrow and Pillow
+
     rows = [row for row in file.content if isinstance(row, dict)] if isinstance(file.content, list) else []
     defaults = DataDefaults(instance_prompt=prompt if isinstance(prompt, str) else None)
     catalog = catalog_of(load_plugins(selection_of((), None, os.environ), strict=False))
