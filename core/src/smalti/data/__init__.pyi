@@ -9,7 +9,12 @@ from .cache.contents import (
 )
 from .cache.embedding_cache import CachedTexts as CachedTexts
 from .cache.encode_ahead import Encoded as Encoded, encode_ahead as encode_ahead
-from .datasets.catalog import BUILT_IN_METADATA as BUILT_IN_METADATA, BUILT_IN_STORAGES as BUILT_IN_STORAGES, Catalog as Catalog
+from .datasets.catalog import (
+    BUILT_IN_METADATA as BUILT_IN_METADATA,
+    BUILT_IN_STORAGES as BUILT_IN_STORAGES,
+    Catalog as Catalog,
+    catalog_of as catalog_of,
+)
 from .datasets.held_out import HeldOut as HeldOut, HeldOutImages as HeldOutImages
 from .datasets.parse import DataDefaults as DataDefaults, parse_datasets as parse_datasets
 from .datasets.reference import dataset_reference as dataset_reference
@@ -32,7 +37,6 @@ from .datasets.spec import DatasetSpec as DatasetSpec
 from .from_options import (
     Scan as Scan,
     cache_folders as cache_folders,
-    catalog_of as catalog_of,
     check_caches as check_caches,
     check_sources as check_sources,
     data_rules as data_rules,
