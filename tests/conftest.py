@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from smalti.config.config import Config
 from smalti.config.options import Schema
@@ -26,6 +27,9 @@ LONGEST_FIRST = (
 )
 """Where tests take longest: begun first, so that no process is left with a long file when the others have done all theirs."""
 
+# No test asserts on time, and a loaded machine draws examples slowly.
+settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("untimed")
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # A shell's background jobs ignore Ctrl-C, and so would every process that is started here.
     signal.signal(signal.SIGINT, signal.default_int_handler)

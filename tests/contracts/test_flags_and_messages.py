@@ -18,7 +18,8 @@ from smalti.cli.arguments import CommandLine
 from smalti.cli.entry import main
 from smalti.config.known_packages import PACKAGES
 from smalti.config.options import Schema
-from smalti.data.from_options import catalog_of, dataset_specs
+from smalti.data.datasets.catalog import catalog_of
+from smalti.data.from_options import dataset_specs
 from smalti.hookspecs import HookSpecs
 from smalti.plugins.discovery import Selection, load_plugins
 from smalti.plugins.schema import schema_of

@@ -5,6 +5,7 @@ import tomllib
 import pytest
 
 from smalti.config import Schema
+from smalti.data import Catalog, catalog_of
 from smalti.migration.commented_toml import as_toml
 from smalti.migration.importing import import_files
 from smalti.plugins.discovery import load_plugins
@@ -17,12 +18,18 @@ def everything() -> Schema:
     return schema_of(load_plugins())
 
 
+@pytest.fixture(scope="module")
+def catalog() -> Catalog:
+    """The data sources of all installed plugins."""
+    return catalog_of(load_plugins())
+
+
 @pytest.fixture
-def imported(everything, write):
+def imported(everything, catalog, write):
     """imported({name: text}, family) -> (the file that is written, as values; what is left, by its place; the text)."""
 
     def convert(files: dict[str, str], family: str | None = None) -> tuple[dict, dict, str]:
-        result = import_files([write(name, text) for name, text in files.items()], everything, family=family)
+        result = import_files([write(name, text) for name, text in files.items()], everything, family=family, catalog=catalog)
         text = as_toml(result, everything)
         return tomllib.loads(text), {each.place: each for each in result.left}, text
 

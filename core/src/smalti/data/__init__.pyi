@@ -10,7 +10,12 @@ from .cache.contents import (
 from .cache.embedding_cache import CachedTexts as CachedTexts
 from .cache.encode_ahead import Encoded as Encoded, encode_ahead as encode_ahead
 from .datasets.captions import depends_on_text_file as depends_on_text_file
-from .datasets.catalog import BUILT_IN_METADATA as BUILT_IN_METADATA, BUILT_IN_STORAGES as BUILT_IN_STORAGES, Catalog as Catalog
+from .datasets.catalog import (
+    BUILT_IN_METADATA as BUILT_IN_METADATA,
+    BUILT_IN_STORAGES as BUILT_IN_STORAGES,
+    Catalog as Catalog,
+    catalog_of as catalog_of,
+)
 from .datasets.held_out import HeldOut as HeldOut, HeldOutImages as HeldOutImages
 from .datasets.keys import DATASET_KEYS as DATASET_KEYS, SIMPLETUNER_KEYS as SIMPLETUNER_KEYS
 from .datasets.parse import DataDefaults as DataDefaults, parse_datasets as parse_datasets
@@ -36,7 +41,6 @@ from .datasets.wrong_values import wrong_values as wrong_values
 from .from_options import (
     Scan as Scan,
     cache_folders as cache_folders,
-    catalog_of as catalog_of,
     check_caches as check_caches,
     check_sources as check_sources,
     data_rules as data_rules,

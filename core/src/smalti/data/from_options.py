@@ -22,7 +22,7 @@ from smalti.config import (
 )
 from smalti.data.batch_check import BatchShape
 from smalti.data.cache.places import CacheFolders, CachePlace
-from smalti.data.datasets.catalog import Catalog
+from smalti.data.datasets.catalog import Catalog, catalog_of
 from smalti.data.datasets.parse import DataDefaults, load_backend_config, parse_datasets
 from smalti.data.datasets.sources import ChecksTable, PricesShuffledReads
 from smalti.data.datasets.spec import DatasetSpec, latents_entry, own_texts_entry, texts_entry, unused_caches
@@ -30,18 +30,12 @@ from smalti.data.prepared import DataRules, Dataset, PreparedData, build_dataset
 from smalti.data.scan.build import Progress
 from smalti.data.scan.tasks import Handed
 from smalti.errors import ConfigError, PreflightError, Problem
-from smalti.hookspecs import HookSpecs
 from smalti.plugins import Plugins, choose_distributed
 from smalti.rundir import Phases, RunDirectory
 from smalti.system import atomic_write
 
 Scan = Callable[[str], Progress]
 _SCAN_NOTE = "scan.json"
-
-
-def catalog_of(plugins: Plugins) -> Catalog:
-    """Returns the storages and metadata backends of all active plugins."""
-    return Catalog.of(plugins.gather(HookSpecs.register_storage), plugins.gather(HookSpecs.register_metadata_backends))
 
 
 def dataset_specs(config: Config, catalog: Catalog) -> tuple[DatasetSpec, ...]:

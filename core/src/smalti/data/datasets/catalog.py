@@ -6,7 +6,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeVar, cast
 
-from smalti.plugins import create
+from smalti.hookspecs import HookSpecs
+from smalti.plugins import Plugins, create
 from smalti.types import MetadataEntry, StorageEntry
 
 if TYPE_CHECKING:
@@ -52,3 +53,8 @@ class Catalog:
 
 def _by_name(entries: Iterable[E]) -> dict[str, E]:
     return {entry.name: entry for entry in entries}
+
+
+def catalog_of(plugins: Plugins) -> Catalog:
+    """The storages and metadata backends of all active plugins."""
+    return Catalog.of(plugins.gather(HookSpecs.register_storage), plugins.gather(HookSpecs.register_metadata_backends))
