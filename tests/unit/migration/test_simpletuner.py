@@ -83,11 +83,13 @@ def test_datasets_stand_in_the_file_with_the_keys_that_they_have(converted):
     assert "download the tar shards" in next(each.fix for place, each in left.items() if "list" in place)
 
 
-def test_datasets_of_packages_that_are_absent_are_left_with_the_package(imported, monkeypatch):
+def test_datasets_of_packages_that_are_absent_are_left_with_the_package(monkeypatch, write, capsys):
     monkeypatch.setenv("SMALTI_WITHOUT", "data")
-    values, left, _ = imported({"data.json": json.dumps(DATA)})
-    assert [each["id"] for each in values["datasets"]] == ["my cats", "texts"]
-    assert any("'huggingface' belongs to smalti-data" in each.why for each in left.values())
+    with pytest.raises(SystemExit):
+        main(["config", "import", str(write("data.json", json.dumps(DATA))), "--json"])
+    found = json.loads(capsys.readouterr().out)
+    assert [each["id"]["value"] for each in found["datasets"]] == ["my cats", "texts"]
+    assert any("'huggingface' belongs to smalti-data" in each["why"] for each in found["left"])
 
 
 def test_a_dataset_on_s3_is_kept(imported):
