@@ -89,7 +89,7 @@ def test_datasets_of_packages_that_are_absent_are_left_with_the_package(monkeypa
         main(["config", "import", str(write("data.json", json.dumps(DATA))), "--json"])
     found = json.loads(capsys.readouterr().out)
     assert [each["id"]["value"] for each in found["datasets"]] == ["my cats", "texts"]
-    assert any("'huggingface' belongs to smalti-data" in each["reason"] for each in found["left"])
+    assert any("'huggingface' belongs to smalti-data" in each["message"] for each in found["left"])
 
 
 def test_a_dataset_on_s3_is_kept(imported):
