@@ -12,6 +12,7 @@ from pathlib import Path
 from unittest.mock import patch
 
 import pytest
+from accelerate.state import AcceleratorState
 
 from smalti.parallel import native_bf16
 from support.forked_ranks import forked_processes
@@ -59,6 +60,7 @@ def measured(case: str) -> list[dict[str, object]]:
         warnings.simplefilter("default")
         import run
 
+        AcceleratorState._reset_state(reset_partial_state=True)  # each case is a process of its own in `make bench`
         with redirect_stdout(StringIO()) as output:
             run.main(["--short", case])
     return [json.loads(line) for line in output.getvalue().splitlines() if line.startswith("{")]
