@@ -19,9 +19,9 @@ def test_both_trainings_of_the_demo_get_the_arguments():
 
 
 def test_pip_says_what_fails_and_nothing_of_folders_that_are_not_there(tmp_path):
-    pip = make("--eval", "show-pip: ; @echo $(PIP)", "show-pip").split()
+    pip = make("--eval", "show-pip: ; @echo $(PIP)", "show-pip").partition("/python ")[2].split()
     words = ["--no-index", f"--find-links={tmp_path / 'absent'}", "smalti-is-not-here"]
-    done = subprocess.run([*pip, *words], cwd=ROOT, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, *pip, *words], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode != 0
     assert "No matching distribution found for smalti-is-not-here" in done.stderr
     assert "WARNING" not in done.stdout + done.stderr

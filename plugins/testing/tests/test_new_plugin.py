@@ -6,6 +6,7 @@ import subprocess
 import sys
 from importlib.resources import files
 from pathlib import Path
+from shlex import quote
 
 import pytest
 
@@ -57,7 +58,7 @@ def test_the_package_that_the_trial_needs_comes_first(capsys, monkeypatch):
     first = {
         kind: json.loads(new(capsys, f"my-{kind}", f"--kind={kind}", "--json")[1])["next"][0] for kind in ("family", "observer")
     }
-    assert first == {"family": "cd smalti-my-family", "observer": f"pip install {ROOT / 'plugins/toy'}"}
+    assert first == {"family": "cd smalti-my-family", "observer": f"pip install {quote(str(ROOT / 'plugins/toy'))}"}
 
 
 @pytest.mark.parametrize("words", [("plugin", "new", "pebble", "--kind=family"), ("dataset", "reference")])
@@ -67,7 +68,7 @@ def test_without_the_package_its_commands_name_it(capsys, monkeypatch, words):
     with pytest.raises(SystemExit) as left:
         main(list(words))
     errors = capsys.readouterr().err
-    assert (left.value.code, f"fix: pip install {ROOT / 'plugins/testing'}\n" in errors) == (4, True)
+    assert (left.value.code, f"fix: pip install {quote(str(ROOT / 'plugins/testing'))}\n" in errors) == (4, True)
 
 
 def test_it_needs_no_torch(folder):

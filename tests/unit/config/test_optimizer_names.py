@@ -79,8 +79,8 @@ def test_the_page_has_every_name_and_where_each_optimizer_works():
     told = {name.strip("`"): row[1].strip("`") for row in rows for name in row[0].split(", ")}
     assert {name: told.get(name) for name in ALIASES} == {name: alias.name for name, alias in ALIASES.items()}
     assert {name: told.get(name, "").replace("`", "") for name in REFUSED} == REFUSED
-    works = {row[0].strip("`"): (row[2], row[3]) for row in rows if len(row) == 5 and row[2] != "FSDP2"}
-    assert works == {entry.name: tuple("yes" if each else "no" for each in (entry.shards, entry.flat)) for entry in OPTIMIZERS}
+    works = {row[0].strip("`"): (row[2] == "yes", row[3] == "yes") for row in rows if len(row) == 5 and row[2] != "FSDP2"}
+    assert works == {entry.name: (entry.shards, entry.flat) for entry in OPTIMIZERS}
 
 
 def test_what_is_no_name_is_left_to_the_check_of_its_type():

@@ -13,7 +13,7 @@ from hypothesis import given, settings, strategies as st
 import smalti.data.cache.directory
 from smalti.data.cache.earlier import EarlierParts
 from smalti.data.cache.entries import decode, encode
-from smalti.data.cache.keys import Hasher, Keys, single_key, text_keys
+from smalti.data.cache.keys import Hasher, Keys, single_key
 from smalti.data.cache.pack import PackBuilder
 from smalti.data.cache.store import PackStore
 from smalti.data.storage.local import LocalStorage
@@ -22,6 +22,10 @@ from smalti.errors import UserError
 from support.cache_parts import earlier_part
 
 ROW = st.tuples(st.text(max_size=20), st.text(max_size=9), st.integers(-(2**63), 2**63 - 1))
+
+
+def text_keys(texts: list[str], *what: str) -> Keys:
+    return Hasher(len(texts), *what).texts(pa.array(texts, type=pa.string())).keys()
 
 
 def store_of(root: Path, entries, **options) -> PackStore:
