@@ -303,7 +303,8 @@ def step_beside_one_process(flags: tuple[str, ...]) -> None:
 @pytest.mark.parametrize(("name", "rate"), [("lion", "1e-6"), ("sgd", "0.01")])
 def test_smaltis_own_optimizers_step_shards_and_their_state_is_portable(ranks, stage, name, rate):
     """Lion at a rate at which a sign that rounding has changed is within the tolerance."""
-    ranks.run(step_beside_one_process, (*zero(stage), f"--optimizer={name}", f"--learning_rate={rate}"))
+    flags = ("--plugins=optimizers", f"--optimizer={name}", f"--learning_rate={rate}")
+    ranks.run(step_beside_one_process, (*zero(stage), *flags))
 
 
 def name_of_optimizer(flags: tuple[str, ...]) -> str:

@@ -19,7 +19,7 @@ from smalti import DistributedPlan
 from smalti.config import Config, resolve
 from smalti.models import materialise
 from smalti.parallel import Parallel, PortableState, capture, restore
-from smalti.plugins import BUILT_IN, Backend, Plugins, Selection, choose_distributed, load_plugins, schema_of
+from smalti.plugins import BUILT_IN, Backend, Plugins, Selection, choose_distributed, load_plugins, schema_of, selection_of
 from smalti.training import build_model, build_optimizer, matrices, open_parallel, wrap_model
 from smalti_testing.contract import expect
 from smalti_testing.tiny import TinyFamily
@@ -145,8 +145,9 @@ def open_strategy(name: str, flags: tuple[str, ...], ranks: int, frozen: tuple[s
 
 
 def open_family(name: str, flags: tuple[str, ...], ranks: int, family: TinyFamily) -> StrategySubject:
-    """The same with a family of a test's own, built again each time."""
-    plugins = load_plugins(Selection(without=("all",)) if name in BUILT_IN else Selection(only=(name,)))
+    """The same with a family of a test's own, built again each time. `--plugins` among the flags adds to this one plugin."""
+    more = selection_of(flags, None, {}).only
+    plugins = load_plugins(Selection(without=("all",)) if name in BUILT_IN else Selection(only=(name, *more)))
     config = resolve(schema_of(plugins), [*FLAGS, f"--num_processes={ranks}", *flags], environment={})
     plan = choose_distributed(config, plugins)
     parallel = open_parallel(plan, config)
