@@ -15,6 +15,7 @@ from smalti.config.resolution import restore
 from smalti.errors import PreflightError, UserError
 from smalti.launch.plan import LaunchPlan, check_accelerators, expected_kind, plan_launch, write_launch_files
 from smalti.launch.worker import load_run
+from smalti.plugins.discovery import Selection, load_plugins
 from smalti.plugins.lookup import choose_distributed
 from smalti.plugins.registry import PluginInfo
 from smalti.rundir.directory import RunDirectory
@@ -163,8 +164,9 @@ def test_the_files_of_a_launch_give_the_configuration_again(configure, plugins, 
     assert configure(file=directory.config_file).digest == config.digest
 
 
-def test_a_worker_refuses_what_another_launch_has_left_meanwhile(configure, plugins, tmp_path, monkeypatch):
-    ours, theirs = (configure(f"--seed={seed}", "--plugins=toy") for seed in (5, 6))
+def test_a_worker_refuses_what_another_launch_has_left_meanwhile(configure, tmp_path, monkeypatch):
+    plugins = load_plugins(Selection(only=("toy", "trackers")))
+    ours, theirs = (configure(f"--seed={seed}", "--plugins=toy,trackers") for seed in (5, 6))
     directory = RunDirectory(tmp_path)
     monkeypatch.setenv("SMALTI_DIGEST", ours.digest)
     write_launch_files(directory, ours, plugins, plan(ours))
