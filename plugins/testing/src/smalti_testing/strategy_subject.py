@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from smalti import DistributedPlan
-from smalti.config import Config, resolve
+from smalti.config import Config, PluginOptions, resolve
 from smalti.models import materialise
 from smalti.parallel import Parallel, PortableState, capture, restore
 from smalti.plugins import BUILT_IN, Backend, Plugins, Selection, choose_distributed, load_plugins, schema_of, selection_of
@@ -95,7 +95,8 @@ class StrategySubject:
 
     def fresh_reference(self, seed: int = SEED) -> Reference:
         model = materialise(build_model(self.config, self.plugins, self.family)[0], self.family.weights(seed), "cpu")
-        alone = load_plugins(Selection(without=("all",)))
+        more = self.config[PluginOptions].plugins
+        alone = load_plugins(Selection(only=more) if more else Selection(without=("all",)))
         optimizer = build_optimizer(self.config, alone, _Unwrapped(), model, matrices(model))  # type: ignore[arg-type]
         return Reference(model, optimizer, self.family)
 
