@@ -1,6 +1,7 @@
 """Advice about packages: only what works."""
 
 from pathlib import Path
+from shlex import split
 
 import pytest
 
@@ -30,9 +31,14 @@ def test_from_a_repository_it_is_installed_from_the_same_commit(nothing_installe
     assert PLUGINS["fsdp2"].fix == f"pip install 'smalti-fsdp2 @ {place}'"
 
 
+def test_a_clone_in_a_path_with_spaces_is_one_word(nothing_installed, monkeypatch):
+    monkeypatch.setattr(known_packages, "_clone", lambda: Path("/home/a user/smalti"))
+    assert split(PLUGINS["fsdp2"].fix) == ["pip", "install", "/home/a user/smalti/plugins/fsdp2"]
+
+
 def test_a_package_brings_those_that_it_depends_on(nothing_installed):
     assert PLUGINS["storage_s3"].fix == f"pip install {PLUGINS['storage_s3'].target}"
-    assert [Path(each).name for each in PLUGINS["storage_s3"].target.split()] == ["storage_s3", "data"]
+    assert [Path(each).name for each in split(PLUGINS["storage_s3"].target)] == ["storage_s3", "data"]
 
 
 def test_several_missing_packages_are_named_in_one_command(nothing_installed, configure):

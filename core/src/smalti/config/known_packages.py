@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
+from shlex import quote
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
@@ -50,15 +51,15 @@ class Package:
 
     @property
     def target(self) -> str:
-        """What `pip install` takes; empty if the package is installed."""
+        """What `pip install` takes, as a shell reads it; empty if the package is installed."""
         if installed(self.distribution):
             return ""
         folder, repository, place = self.folder or self.plugin, _repository(), self.distribution
         if (clone := _clone()) is not None:
             place = str(clone / "plugins" / folder)
         elif repository:
-            place = f"'{place} @ {repository}#subdirectory=plugins/{folder}'"
-        return " ".join((place, *filter(None, (PLUGINS[each].target for each in self.needs))))
+            place = f"{place} @ {repository}#subdirectory=plugins/{folder}"
+        return " ".join((quote(place), *filter(None, (PLUGINS[each].target for each in self.needs))))
 
     def problem(self, message: str, where: str) -> Problem:
         """A problem of the configuration: something needs this package."""

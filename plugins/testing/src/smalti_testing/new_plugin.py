@@ -90,7 +90,7 @@ def new(name: str, kind: str, folder: Path | None, as_json: bool) -> None:
     folder = (folder or Path(values["distribution"])).expanduser()
     written = _write(folder, dict(_rendered(kind, values)))
     toy = "" if kind == "family" else PLUGINS["toy"].target
-    steps = [f"pip install {shlex.quote(toy)}"] if toy else []
+    steps = [f"pip install {toy}"] if toy else []
     steps += [f"cd {shlex.quote(str(folder))}", "pip install -e '.[test]'", "pytest", values["trial"]]
     if as_json:
         said = {"name": word, "kind": kind, "distribution": values["distribution"], "package": values["package"]}
