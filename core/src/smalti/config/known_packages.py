@@ -54,12 +54,10 @@ class Package:
         """What `pip install` takes, as a shell reads it; empty if the package is installed."""
         if installed(self.distribution):
             return ""
-        folder, repository, place = self.folder or self.plugin, _repository(), self.distribution
-        if (clone := _clone()) is not None:
-            place = str(clone / "plugins" / folder)
-        elif repository:
-            place = f"{place} @ {repository}#subdirectory=plugins/{folder}"
-        return " ".join((quote(place), *filter(None, (PLUGINS[each].target for each in self.needs))))
+        clone, repository, folder = _clone(), _repository(), f"plugins/{self.folder or self.plugin}"
+        place = f"{self.distribution} @ {repository}#subdirectory={folder}" if repository else self.distribution
+        own = place if clone is None else str(clone / folder)
+        return " ".join((quote(own), *filter(None, (PLUGINS[each].target for each in self.needs))))
 
     def problem(self, message: str, where: str) -> Problem:
         """A problem of the configuration: something needs this package."""
