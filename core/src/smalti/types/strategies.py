@@ -36,7 +36,7 @@ class FrozenStorage:
     """One way to keep the frozen weights of a model: `options` select it.
 
     `bytes` are those of all frozen weights of the model, `restoring` those that the computation of one layer needs at most
-    besides, while its weight is restored.
+    in addition, while its weight is restored.
     """
 
     options: Mapping[str, object] = field(default_factory=dict)

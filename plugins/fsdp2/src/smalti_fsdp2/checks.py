@@ -42,7 +42,7 @@ def problems(config: Config) -> list[Problem]:
 
 
 def context_parallel_problem(config: Config) -> str | None:
-    """Why the ranks of this host cannot split tokens; None if they can, as far as that can be told without torch."""
+    """Why the ranks of this host cannot split tokens; None if they can, as far as that can be known without torch."""
     if os.environ.get(CONTEXT_ON_CPU):
         return None
     if config[LaunchOptions].use_cpu:
