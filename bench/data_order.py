@@ -26,8 +26,9 @@ import numpy as np
 import pyarrow as pa
 
 from smalti.data.batch_check import BatchShape
+from smalti.data.dataset import Dataset
 from smalti.data.datasets.spec import DatasetSpec
-from smalti.data.prepared import DataRules, Dataset, PreparedData, prepare
+from smalti.data.prepared import DataRules, PreparedData, prepare
 from smalti.data.scan.index import DatasetIndex
 from smalti.data.scan.index_file import SCHEMA, IndexDigests, IndexFile, Summary
 from smalti.data.storage.local import LocalStorage

@@ -10,9 +10,9 @@ import pyarrow as pa
 import pytest
 from PIL import Image
 
+from smalti.data.dataset import Dataset
 from smalti.data.datasets.sources import LISTED, Listed, listed_rows
 from smalti.data.datasets.spec import DatasetSpec
-from smalti.data.prepared import Dataset
 from smalti.data.scan import index_file
 from smalti.data.scan.build import build_index
 from smalti.data.scan.index import DatasetIndex

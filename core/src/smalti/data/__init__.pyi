@@ -9,6 +9,7 @@ from .cache.contents import (
 )
 from .cache.embedding_cache import CachedTexts as CachedTexts
 from .cache.encode_ahead import Encoded as Encoded, encode_ahead as encode_ahead
+from .dataset import Dataset as Dataset
 from .datasets.captions import depends_on_text_file as depends_on_text_file
 from .datasets.catalog import (
     BUILT_IN_METADATA as BUILT_IN_METADATA,
@@ -67,7 +68,7 @@ from .plan.largest_bucket import (
     buckets_key as buckets_key,
     largest_bucket as largest_bucket,
 )
-from .prepared import Dataset as Dataset, PreparedData as PreparedData, build_datasets as build_datasets
+from .prepared import PreparedData as PreparedData, build_datasets as build_datasets
 from .scan.build import Progress as Progress
 from .scan.changes import changes as changes, keep as keep
 from .scan.identity import Identity as Identity, Settings as Settings, first_digest as first_digest

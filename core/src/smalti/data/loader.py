@@ -26,11 +26,11 @@ from torch import Tensor
 
 from smalti.data.buckets import Bucket
 from smalti.data.cache.embedding_cache import CachedLatents, CachedTexts, CropOffset
+from smalti.data.dataset import Sample
 from smalti.data.images import Bytes, crop, mirrored, normalised, read_image
 from smalti.data.order import GlobalBatch
 from smalti.data.prepared import PreparedData
 from smalti.data.scan.quarantine import BadSampleError, ErrorBudget, Quarantined
-from smalti.data.visits import is_flipped, text_of
 from smalti.diffusion import Conditioning
 from smalti.errors import UserError
 from smalti.models import SizeConditioning
@@ -277,17 +277,17 @@ class _Reader:
         """Whether there is regularisation data in these places of a global batch."""
         return self._regularises and any(map(self._is_regularisation, batch.samples[start:stop].tolist()))
 
-    def _is_regularisation(self, sample: int) -> bool:
-        return self._data.datasets[self._data.locate(sample)[0]].spec.is_regularisation_data
+    def _is_regularisation(self, number: int) -> bool:
+        return self._data.sample(number).dataset.spec.is_regularisation_data
 
     def encoded(self, batch: GlobalBatch, slots: Iterable[int]) -> dict[int, tuple[Tensor, CropOffset]]:
         """Returns the latents of slots, by slot, read together. Those that are left out have to be read one by one."""
         if self._latents is None:
             return {}
-        good = [slot for slot in slots if int(batch.samples[slot]) not in self._bad]
-        images = [
-            (int(batch.samples[slot]), is_flipped(self._data, int(batch.samples[slot]), batch.numbers[slot])) for slot in good
-        ]
+        samples = {slot: self._data.sample(int(batch.samples[slot])) for slot in slots}
+        good = [slot for slot, sample in samples.items() if sample.number not in self._bad]
+        seed = self._data.order.seed
+        images = [(samples[slot].number, samples[slot].is_flipped(seed, batch.numbers[slot])) for slot in good]
         try:
             return dict(zip(good, self._latents.get_many(images, batch.bucket), strict=True))
         except UserError:
@@ -295,14 +295,15 @@ class _Reader:
 
     def visit(self, batch: GlobalBatch, slot: int, encoded: Mapping[int, tuple[Tensor, CropOffset]]) -> _Visit:
         """`encoded` are latents that are read already, by slot."""
-        number, planned = batch.numbers[slot], int(batch.samples[slot])
+        number, planned = batch.numbers[slot], self._data.sample(int(batch.samples[slot]))
         if (found := encoded.get(slot)) is not None:
             self._substitutes[batch.bucket] = found
             return self._complete(planned, *found, batch.epoch, number)
-        for sample in chain([planned], self._data.order.replacements(batch, slot)):
-            if sample in self._bad:
+        regularises = planned.dataset.spec.is_regularisation_data
+        for sample in chain([planned], map(self._data.sample, self._data.order.replacements(batch, slot))):
+            if sample.number in self._bad:
                 continue
-            if self._regularises and self._is_regularisation(sample) != self._is_regularisation(planned):
+            if sample.dataset.spec.is_regularisation_data != regularises:
                 continue  # all ranks have to know, without reading, which forward passes have regularisation data
             if self._latents is not None:
                 return self._complete(sample, *self._encoded(sample, batch.bucket, number), batch.epoch, number)
@@ -316,14 +317,14 @@ class _Reader:
         # The run stops after the next agreement of all ranks; until then this rank has to continue with the others.
         width, height = batch.bucket.width, batch.bucket.height
         white = np.full((3, height, width), 255, dtype=np.uint8)
-        return _Visit(content=white, caption="", key="", size=SizeConditioning(width=width, height=height, left=0, top=0))
+        return _Visit(content=white, caption="", key="", size=SizeConditioning.of((width, height)))
 
-    def _encoded(self, sample: int, bucket: Bucket, number: int) -> tuple[Tensor, CropOffset]:
+    def _encoded(self, sample: Sample, bucket: Bucket, number: int) -> tuple[Tensor, CropOffset]:
         """Returns the latents of a sample; if they cannot be read, those of another one, until all ranks stop together."""
         assert self._latents is not None
         try:
             self._substitutes[bucket] = found = self._latents.get(
-                sample, bucket, flipped=is_flipped(self._data, sample, number)
+                sample.number, bucket, flipped=sample.is_flipped(self._data.order.seed, number)
             )
         except UserError as error:
             if bucket not in self._substitutes:
@@ -332,48 +333,43 @@ class _Reader:
             return self._substitutes[bucket]
         return found
 
-    def _load(self, sample: int, bucket: Bucket) -> Bytes | None:
+    def _load(self, sample: Sample, bucket: Bucket) -> Bytes | None:
         """Returns the scaled image of a sample, or None if it is unusable."""
-        image = self._cache.get(sample)
+        image = self._cache.get(sample.number)
         if image is not None:
             return image
-        position, row = self._data.locate(sample)
-        dataset = self._data.datasets[position]
-        key = dataset.index.key(row)
         try:
-            image = read_image(lambda: dataset.read(row), self._data.crop_settings[position], bucket)
+            image = read_image(lambda: sample.dataset.read(sample.row), sample.crop_settings, bucket)
         except BadSampleError as error:
-            self._bad.add(sample)
-            self._errors.record(Quarantined(dataset=dataset.spec.id, key=key, reason=str(error)))
+            self._bad.add(sample.number)
+            self._errors.record(Quarantined(dataset=sample.dataset.spec.id, key=sample.key, reason=str(error)))
             return None
         # Two threads may count at once; then the limit is exceeded by an image or two, which is harmless.
         if image.nbytes <= self._cache_bytes_free:
             self._cache_bytes_free -= image.nbytes
-            self._cache[sample] = image
+            self._cache[sample.number] = image
         return image
 
-    def _crop(self, sample: int, image: Bytes, bucket: Bucket, number: int) -> tuple[Bytes, CropOffset]:
+    def _crop(self, sample: Sample, image: Bytes, bucket: Bucket, number: int) -> tuple[Bytes, CropOffset]:
         """Returns a scaled image cropped to its bucket, and the offset; a random one depends on the number of the visit."""
-        flipped = is_flipped(self._data, sample, number)
+        seed = self._data.order.seed
+        flipped = sample.is_flipped(seed, number)
         if image.shape == (3, bucket.height, bucket.width):
             return mirrored(image, bucket, (0, 0)) if flipped else (image, (0, 0))
-        crop_settings, seed = self._data.crop_settings[self._data.locate(sample)[0]], self._data.order.seed
         fractions = uniform(derive_seed("across", seed, number)), uniform(derive_seed("down", seed, number))
-        offset = crop_settings.offset((image.shape[2], image.shape[1]), bucket, fractions)
+        offset = sample.crop_settings.offset((image.shape[2], image.shape[1]), bucket, fractions)
         return mirrored(image, bucket, offset) if flipped else (crop(image, bucket, offset), offset)
 
-    def _complete(self, sample: int, content: Bytes | Tensor, offset: CropOffset, epoch: int, number: int) -> _Visit:
+    def _complete(self, sample: Sample, content: Bytes | Tensor, offset: CropOffset, epoch: int, number: int) -> _Visit:
         """Adds caption and size conditioning to an image; epoch and number of the visit determine which caption."""
-        position, row = self._data.locate(sample)
-        dataset = self._data.datasets[position]
-        left, top = offset
-        width, height = dataset.index.size(row)
-        size = SizeConditioning(width=width, height=height, left=left, top=top)
-        caption = text_of(self._data, sample, epoch=epoch, number=number, cached=self._texts_cached)
-        key = f"{dataset.spec.id}/{dataset.index.key(row)}"
-        dropout = dataset.spec.caption_dropout_probability
-        regularisation = dataset.spec.is_regularisation_data
-        return _Visit(content=content, caption=caption, key=key, size=size, dropout=dropout, regularisation=regularisation)
+        return _Visit(
+            content=content,
+            caption=sample.text(self._data.order.seed, epoch=epoch, visit=number, cached=self._texts_cached),
+            key=sample.name,
+            size=SizeConditioning.of(sample.size, offset),
+            dropout=sample.dataset.spec.caption_dropout_probability,
+            regularisation=sample.dataset.spec.is_regularisation_data,
+        )
 
 
 def _normalised(images: Bytes) -> NDArray[np.float32]:

@@ -21,11 +21,11 @@ from numpy.typing import NDArray
 
 from smalti.data.batch_check import BatchShape, BucketCount, Share
 from smalti.data.buckets import Bucket, CropSettings
-from smalti.data.datasets.caption_policy import CaptionPolicy
+from smalti.data.dataset import Dataset, Sample
 from smalti.data.datasets.captions import NO_TEXT_FILE
 from smalti.data.datasets.catalog import Catalog
 from smalti.data.datasets.kohya_folders import numbered, unread_names_notice
-from smalti.data.datasets.sources import ReadsPlaces, ReportsNotices, ReportsSkipped, UsesFolder, describe_skipped
+from smalti.data.datasets.sources import ReadsPlaces, ReportsNotices, ReportsSkipped, UsesFolder
 from smalti.data.datasets.spec import DatasetSpec
 from smalti.data.order import BucketSamples, Order, Part
 from smalti.data.plan.bucket_rows import BucketRows, rows_by_bucket
@@ -38,61 +38,11 @@ from smalti.data.scan.overlap import overlap
 from smalti.data.scan.quarantine import ErrorBudget, Quarantined, allowed_errors, write_quarantine
 from smalti.data.scan.ranges.known import listed_by_ranks
 from smalti.data.scan.tasks import Handed
-from smalti.data.storage.protocol import Storage
 from smalti.errors import PreflightError
 from smalti.system import link_or_copy
 
 Kind = Literal["image", "eval"]
 _SHOWN = 5  # reasons in a message; the rest is in the quarantine file
-
-
-@dataclass(frozen=True, kw_only=True)
-class Dataset:
-    """One dataset: its entry, its storage and its index."""
-
-    spec: DatasetSpec
-    storage: Storage
-    index: DatasetIndex
-    skipped_files: Mapping[str, int] = field(default_factory=dict)
-    """Numbers of files that are not samples, by extension; only set by a scan."""
-    source_notices: tuple[str, ...] = ()
-    """About the names of its folders, and what its source reports; only set by a scan."""
-    places: ReadsPlaces | None = None
-    """Reads samples that are parts of other files, if there are such."""
-
-    def read(self, row: int) -> bytes:
-        """The file of an image. Raises a StorageError, or BadSampleError for an image in a damaged archive."""
-        place = self.index.place(row)
-        if not place:
-            return self.storage.read(self.index.key(row))
-        assert self.places is not None, (
-            f"{self.index.key(row)} is at {place}, but the source of {self.spec.id} does not read places"
-        )
-        return self.places.read(place)
-
-    @cached_property
-    def caption_policy(self) -> CaptionPolicy:
-        """What visits train on of the captions of its images."""
-        return CaptionPolicy(spec=self.spec)
-
-    def texts(self, row: int) -> tuple[str, ...]:
-        """Returns every text that a visit of an image may pick where texts are encoded before training, each once."""
-        return self.caption_policy.texts(self.index.captions(row))
-
-    @property
-    def flips(self) -> tuple[bool, ...]:
-        """The variants of an image that visits take: as it is, mirrored, or both. Held-out images are never mirrored."""
-        share = self.spec.flip_probability if self.spec.dataset_type == "image" else 0.0
-        return (False,) if share == 0 else (True,) if share == 1 else (False, True)
-
-    @property
-    def notices(self) -> tuple[str, ...]:
-        """Messages for the user about its entry and its files."""
-        notices = (*self.spec.notices, *self.source_notices)
-        if not self.skipped_files:
-            return notices
-        total, names = sum(self.skipped_files.values()), describe_skipped(self.skipped_files)
-        return (*notices, f"dataset {self.spec.id}: {total} files are skipped, because smalti does not read them: {names}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,7 +65,7 @@ class DataRules:
 class PreparedData:
     """The samples of a run, in order.
 
-    A sample's number is its row, counted through all datasets in order of their ids; `locate` is the inverse. `counts` is the
+    A sample's number is its row, counted through all datasets in order of their ids; `sample` is the inverse. `counts` is the
     contents of each bucket, `notices` are messages for the user.
     """
 
@@ -137,6 +87,11 @@ class PreparedData:
         """Returns the position of a sample's dataset in `datasets`, and its row there."""
         dataset = bisect_right(self.offsets, sample) - 1
         return dataset, sample - self.offsets[dataset]
+
+    def sample(self, number: int) -> Sample:
+        """Returns the sample of this number."""
+        dataset, row = self.locate(number)
+        return Sample(number, self.datasets[dataset], self.crop_settings[dataset], row)
 
     def error_budget(self, log: Path | None = None) -> ErrorBudget:
         """Returns a new budget for one rank, which already counts what the scan found. `log` is this rank's JSON-lines file."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from smalti.data.prepared import PreparedData
-from smalti.system import derive_seed, uniform, uniform_single
+from smalti.system import derive_seed, uniform_single
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,37 +31,18 @@ def visits_at(data: PreparedData, position: int, *, texts_cached: bool, dropout:
     `dropout` is the share of visits without a caption where a dataset has none of its own. Images that cannot be read, which a
     run replaces by others, are not known here.
     """
-    batch, found = data.order.batch(position), []
-    for sample, number in zip(batch.samples.tolist(), batch.numbers, strict=True):
-        place, row = data.locate(sample)
-        dataset = data.datasets[place]
-        own = dataset.spec.caption_dropout_probability
+    batch, seed, found = data.order.batch(position), data.order.seed, []
+    for sample, number in zip(map(data.sample, batch.samples.tolist()), batch.numbers, strict=True):
+        own = sample.dataset.spec.caption_dropout_probability
         visit = Visit(
             number=number,
-            key=f"{dataset.spec.id}/{dataset.index.key(row)}",
-            caption=text_of(data, sample, epoch=batch.epoch, number=number, cached=texts_cached),
-            is_flipped=is_flipped(data, sample, number),
-            is_dropped=dropping_number(data.order.seed, number) < (dropout if own is None else own),
+            key=sample.name,
+            caption=sample.text(seed, epoch=batch.epoch, visit=number, cached=texts_cached),
+            is_flipped=sample.is_flipped(seed, number),
+            is_dropped=dropping_number(seed, number) < (dropout if own is None else own),
         )
         found.append(visit)
     return found
-
-
-def text_of(data: PreparedData, sample: int, *, epoch: int, number: int, cached: bool) -> str:
-    """Returns the text of a visit. With `cached` texts it is one of `Dataset.texts`."""
-    place, row = data.locate(sample)
-    dataset = data.datasets[place]
-    return dataset.caption_policy.pick(
-        dataset.index.captions(row), seed=data.order.seed, epoch=epoch, sample=sample, visit=number, cached=cached
-    )
-
-
-def is_flipped(data: PreparedData, sample: int, number: int) -> bool:
-    """Whether a visit sees its image mirrored."""
-    dataset = data.datasets[data.locate(sample)[0]]
-    if len(dataset.flips) == 1:
-        return dataset.flips[0]
-    return uniform(derive_seed("flip", data.order.seed, number)) < dataset.spec.flip_probability
 
 
 def dropping_number(seed: int, number: int) -> float:

@@ -171,7 +171,7 @@ class ModelFamily:
                 fix=f"use a width and a height that are multiples of {self.alignment}",
             )
         conditioning, unconditional = self.request_conditioning(request)
-        size = SizeConditioning(width=width, height=height, left=0, top=0)
+        size = SizeConditioning.of((width, height))
         sizes = self.encode_size_conditioning([size] * count, width, height)
         latents = self.build_sampler(request)(
             lambda noisy, timesteps, given: self.forward(model, noisy, timesteps, given),
@@ -241,7 +241,7 @@ class ModelFamily:
 
     def example_conditioning(self, width: int, height: int) -> Conditioning:
         """Conditioning of one sample, of the right shapes; its values do not matter. By default that of the empty prompt."""
-        size = SizeConditioning(width=width, height=height, left=0, top=0)
+        size = SizeConditioning.of((width, height))
         with torch.no_grad():
             return self.encode_captions([""]) | self.encode_size_conditioning([size], width, height)
 

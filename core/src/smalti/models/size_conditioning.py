@@ -19,3 +19,8 @@ class SizeConditioning:
     height: int
     left: int
     top: int
+
+    @classmethod
+    def of(cls, size: tuple[int, int], offset: tuple[int, int] = (0, 0)) -> SizeConditioning:
+        """From (width, height), and (left, top) of the crop."""
+        return cls(width=size[0], height=size[1], left=offset[0], top=offset[1])

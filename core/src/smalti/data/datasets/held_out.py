@@ -101,7 +101,8 @@ class HeldOut:
         with ThreadPoolExecutor(_READERS, "smalti-held-out") as pool:
             found = list(pool.map(lambda sample: read(sample, batch.bucket), batch.samples))
         images = torch.stack([image for image, _ in found]).to(self._device)
-        captions = tuple(self._caption(sample) for sample in batch.samples)
+        samples = [self._data.sample(number) for number in batch.samples]
+        captions = tuple(sample.dataset.caption_policy.first(sample.captions) for sample in samples)
         conditioning = None
         if self._texts is not None:
             conditioning = {name: rows.to(self._device) for name, rows in self._texts.rows(captions).items()}
@@ -111,8 +112,10 @@ class HeldOut:
             latents=images if self._latents is not None else None,
             captions=captions,
             conditioning=conditioning,
-            size_conditioning=tuple(map(self._size_conditioning, batch.samples, (offset for _, offset in found))),
-            numbers=tuple(self._number(sample) for sample in batch.samples),
+            size_conditioning=tuple(
+                SizeConditioning.of(sample.size, offset) for sample, (_, offset) in zip(samples, found, strict=True)
+            ),
+            numbers=tuple(derive_seed("held out", sample.dataset.spec.id, text_hash(sample.key)) for sample in samples),
             readable=torch.tensor([sample not in self._bad for sample in batch.samples], dtype=torch.float32),
         )
 
@@ -132,25 +135,9 @@ class HeldOut:
             image, offset = fixed_crop(self._data, sample, bucket)
         except BadSampleError as error:
             if sample not in self._bad:
-                position, row = self._data.locate(sample)
-                dataset = self._data.datasets[position]
+                found = self._data.sample(sample)
                 message = "%s: held-out image %s cannot be read, so it is not evaluated: %s"
-                _log.warning(message, dataset.spec.id, dataset.index.key(row), error)
+                _log.warning(message, found.dataset.spec.id, found.key, error)
             self._bad.add(sample)
             image, offset = np.full((3, bucket.height, bucket.width), 255, dtype=np.uint8), (0, 0)
         return torch.from_numpy(image), offset
-
-    def _size_conditioning(self, sample: int, offset: CropOffset) -> SizeConditioning:
-        position, row = self._data.locate(sample)
-        width, height = self._data.datasets[position].index.size(row)
-        return SizeConditioning(width=width, height=height, left=offset[0], top=offset[1])
-
-    def _caption(self, sample: int) -> str:
-        position, row = self._data.locate(sample)
-        dataset = self._data.datasets[position]
-        return dataset.caption_policy.first(dataset.index.captions(row))
-
-    def _number(self, sample: int) -> int:
-        position, row = self._data.locate(sample)
-        dataset = self._data.datasets[position]
-        return derive_seed("held out", dataset.spec.id, text_hash(dataset.index.key(row)))

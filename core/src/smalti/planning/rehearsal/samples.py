@@ -73,7 +73,7 @@ class Samples:
     def _micro(self) -> MicroBatch:
         size, device = self.config[DataOptions].train_batch_size, self.world.device
         width, height = self.bucket.width, self.bucket.height
-        crop = SizeConditioning(width=width, height=height, left=0, top=0)
+        crop = SizeConditioning.of((width, height))
         pixels = torch.zeros(size, 3, height, width, device=device) if self.latents is None else None
         latents = None if self.latents is None else torch.cat([self.latents] * size).to(device)
         rows = None if self.texts is None else self.texts.rows([""] * size)
