@@ -12,11 +12,12 @@ import pytest
 from PIL import Image
 
 from smalti.data import DataDefaults, catalog_of, parse_datasets
-from smalti.data.datasets.sources import Discovery, MetadataSource, ReportsNotices, ReportsSkipped
+from smalti.data.datasets.sources import MetadataSource, ReportsNotices, ReportsSkipped
 from smalti.data.datasets.spec import DatasetSpec
 from smalti.data.scan.build import build_index
 from smalti.data.scan.index import DatasetIndex
 from smalti.data.sources import unchanged
+from smalti.data.sources.image_files import Discovery
 from smalti.data.storage.local import LocalStorage
 from smalti.plugins import load_plugins
 from smalti_data.json_table import JsonLines

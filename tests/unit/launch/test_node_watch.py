@@ -9,7 +9,8 @@ import pytest
 import torch.distributed as dist
 
 from smalti.launch.node_watch import NodeWatch
-from smalti.parallel.failure_detection import FailureDetector, StatusBoard
+from smalti.parallel.failure_detection import FailureDetector
+from smalti.parallel.rank_boards import StatusBoard
 from smalti.system import LostPeers, Process, read_lost_peers, write_lost_peers
 from smalti.system.exit_reports import FOLDER_VARIABLE
 from support.forked_ranks import forked_processes

@@ -40,13 +40,13 @@ from .precision import (
     products as products,
 )
 from .process_group import ProcessGroupParallel as ProcessGroupParallel, ReplicatedParallel as ReplicatedParallel
-from .progress_board import ProgressBoard as ProgressBoard
 from .protocol import (
     AbortableCommunicator as AbortableCommunicator,
     Communicator as Communicator,
     Parallel as Parallel,
     TrainingState as TrainingState,
 )
+from .rank_boards import ProgressBoard as ProgressBoard
 from .state import (
     FlatRange as FlatRange,
     ModelState as ModelState,

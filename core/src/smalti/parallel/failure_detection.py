@@ -12,28 +12,24 @@ import re
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import TypeVar
 
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from smalti.errors import ExitCode, UserError
 from smalti.parallel.gloo import BrokenGroupError, break_all_connections, is_connection_error
 from smalti.parallel.protocol import Communicator
+from smalti.parallel.rank_boards import RankStatus, StatusBoard
 from smalti.system import Process, describe, exit_code_of, read_lost_peers, write_exit_report
 
 T = TypeVar("T")
 
 _TIMEOUT = 10.0
 """Seconds within which a healthy rank posts its status; it may have to finish a long computation first."""
-_STORE_SECONDS = 5.0
 _POLL_SECONDS = 0.05
-STATUS_PREFIX = "smalti/statuses"
-"""Where the statuses are in the store of the process group."""
-_ALARM = "lost"
 _SOURCE = re.compile(r"^\[\S+:\d+\] ")
 
 
@@ -57,77 +53,6 @@ class LostRankError(UserError):
         self.exit_code = exit_code
         self.saved = saved
         self.ended = ended
-
-
-@dataclass(frozen=True, kw_only=True)
-class RankStatus:
-    """What a rank posts about itself once the process group is broken.
-
-    `state_consistent`: its state is that of the last step boundary. `failure` is its own failure in one line, with its exit
-    `code`; "" if it has only detected that of another rank. `suspect`: its accelerator has failed in a way after which plugins
-    want nothing saved.
-    """
-
-    state_consistent: bool = False
-    failure: str = ""
-    code: int = ExitCode.FAILED
-    suspect: bool = False
-
-
-class StatusBoard:
-    """Where ranks post their statuses, without the process group. Every call returns within seconds, whatever has failed."""
-
-    def __init__(self, store: Store, rank: int) -> None:
-        self._store = store
-        self._rank = rank
-
-    def clone(self) -> StatusBoard:
-        """The same board over a second connection, so that a thread that waits on the first one does not block it."""
-        return StatusBoard(self._store.clone(), self._rank)  # type: ignore[attr-defined]
-
-    def post(self, status: RankStatus) -> None:
-        """Post the status of this rank; only the first one counts. No rank sees it if the node that hosts the store is lost."""
-        self._within_deadline(lambda: self._store.compare_set(str(self._rank), "", json.dumps(asdict(status))))
-        self.alarm()
-
-    def alarm(self) -> None:
-        """Tell all ranks that one is lost."""
-        self._within_deadline(lambda: self._store.set(_ALARM, "1"))
-
-    def alarmed(self) -> bool | None:
-        """Whether any rank has reported that one is lost; None if the store does not respond."""
-        return self._within_deadline(lambda: self._store.check([_ALARM]))
-
-    def read(self, size: int) -> dict[int, RankStatus]:
-        """The statuses that `size` ranks have posted, by rank; empty if the store does not respond."""
-
-        def look() -> dict[int, RankStatus]:
-            there = [rank for rank in range(size) if self._store.check([str(rank)])]
-            return {rank: RankStatus(**json.loads(self._store.get(str(rank)))) for rank in there}
-
-        return self._within_deadline(look) or {}
-
-    @property
-    def lost(self) -> bool:
-        """Whether the node with the store is lost: then nothing is asked of it."""
-        return 0 in read_lost_peers().nodes
-
-    def _within_deadline(self, action: Callable[[], T]) -> T | None:
-        return None if self.lost else within_deadline(action)
-
-
-def within_deadline(action: Callable[[], T]) -> T | None:
-    """What `action` returns; None if the store does not respond in time. By itself a call to it can block for very long."""
-    found: list[T] = []
-
-    def attempt() -> None:
-        with suppress(dist.DistError):
-            found.append(action())
-
-    thread = threading.Thread(target=attempt, daemon=True)
-    thread.start()
-    thread.join(_STORE_SECONDS)
-    return found[0] if found else None
 
 
 class Claim:
@@ -224,7 +149,7 @@ class FailureDetector:
         processes = communicator.all_gather_text(json.dumps(asdict(Process.current())))
         board = None
         if dist.is_initialized() and dist.group.WORLD is not None:
-            board = StatusBoard(PrefixStore(STATUS_PREFIX, dist.group.WORLD.get_group_store()), communicator.world.rank)
+            board = StatusBoard(dist.group.WORLD.get_group_store(), communicator.world.rank)
         return cls(
             processes=tuple(Process(**json.loads(text)) for text in processes),
             local_size=communicator.world.local_size,

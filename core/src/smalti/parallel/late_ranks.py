@@ -15,7 +15,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from typing import Literal
 
-from smalti.parallel.progress_board import ProgressBoard
+from smalti.parallel.rank_boards import ProgressBoard
 
 _SECONDS = 5.0
 """How often a rank gives a sign of life, at most: a request to the store each."""

@@ -85,7 +85,7 @@ class Run:
     state: RunState
     phases: Phases = field(default_factory=Phases)
     """What this rank is doing; reported on the main rank."""
-    disk_space: DiskSpace = field(default_factory=DiskSpace)
+    disk_space: DiskSpace = field(init=False)
     step_times: StepTimes = field(default_factory=StepTimes)
     forward_time: ForwardTime = field(init=False)
     cadence: Cadence
@@ -132,6 +132,7 @@ class Run:
         )
         closing.callback(self.batches.close)
         self.held_out = self._held_out()
+        self.disk_space = DiskSpace(self.config, self.plugins, self.directory)
         self.time_limit = TimeLimit(self.config, self.info.writer)
         closing.callback(self.time_limit.close)
         self.recent, kind = SmoothedMetrics(), torch.device(self.world.device).type

@@ -57,7 +57,7 @@ def loop(run: Run) -> Outcome:
         if actions.paused:
             with run.phases.during("paused"):
                 while actions.paused:
-                    wait(run)
+                    wait(run.phases, run.info.writer)
                     actions = agree(run)
         if actions.save:
             suspect = actions.outcome is not None and actions.outcome.reason is StopReason.FAULT_SUSPECT
@@ -160,7 +160,7 @@ def agree(run: Run) -> StepActions:
     run.time_limit.check(run)
     if state.step >= state.max_steps:
         state.request_stop(StopReason.COMPLETED, f"trained {state.step} steps")
-    requests = run.disk_space.pauses(run) << 3
+    requests = run.disk_space.pauses(state, is_main=run.world.is_main) << 3
     requests |= cadence.should_save(state) << 2 | cadence.should_evaluate(state) << 1 | cadence.should_validate(state)
     agreed = run.parallel.all_reduce_max(int(state.stop_reason) << 4 | requests)
     reason, validates, evaluates = StopReason(agreed >> 4), bool(agreed & 1), bool(agreed & 2)

@@ -10,13 +10,10 @@ import posixpath
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol, cast, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 import pyarrow as pa
-
-from smalti.data.datasets.spec import DatasetSpec
-from smalti.data.storage.protocol import Storage
 
 DESCRIPTIONS = frozenset((".json", ".jsonl", ".csv", ".tsv", ".parquet", ".md", ".toml", ".yaml", ".yml", ".ini", ".db"))
 """Extensions of files beside images that are not samples; they are not reported as skipped."""
@@ -185,40 +182,6 @@ def listed_columns(columns: pa.RecordBatch) -> pa.RecordBatch:
     others = {field.name: pa.nulls(len(columns), field.type) if field.nullable else empty for field in LISTED}
     arrays = [columns.column(name) if name in names else others[name] for name in LISTED.names]
     return pa.RecordBatch.from_arrays(arrays, schema=LISTED)
-
-
-class Discovery:
-    """Every image below the dataset's root, by file extension. Hidden files and folders (".name") are skipped."""
-
-    def __init__(self, spec: DatasetSpec, storage: Storage) -> None:
-        self._spec = spec
-        self._storage = self._listing = storage
-        self.skipped_files: Mapping[str, int] = {}
-        self.listed_state: ListedState | None = None
-
-    def is_unchanged(self, before: ListedState) -> bool:
-        from smalti.data.sources.unchanged import ListedOnce  # imported here: it imports pyarrow.compute
-
-        listing = ListedOnce(self._storage)
-        if not listing.is_same(before.digest, self._spec.id):
-            self._listing = cast(Storage, listing)
-            return False
-        self.skipped_files = before.skipped_files
-        return True
-
-    def list(self) -> Iterator[Listed]:
-        return listed_rows(self)
-
-    def list_columns(self) -> Iterator[pa.RecordBatch]:
-        from smalti.data.sources.image_files import (
-            ImageFiles,  # imported here: it imports pyarrow.compute, which few processes need
-        )
-
-        files = ImageFiles(self._listing, self._spec.caption_extension)
-        for images in files.batches():
-            yield listed_columns(images)
-        self.skipped_files = files.skipped
-        self.listed_state = ListedState(digest=files.digest.result(self._spec.id), skipped_files=files.skipped)
 
 
 def describe_skipped(skipped_files: Mapping[str, int]) -> str:

@@ -22,9 +22,10 @@ from smalti.data.datasets.sources import MetadataSource, RecognizesUnchanged, Re
 from smalti.data.datasets.spec import DatasetSpec
 from smalti.data.scan.image_headers import EXTENSIONS
 from smalti.data.scan.index import DatasetIndex, load_index
-from smalti.data.scan.index_file import IndexFile, IndexWriter, recipe_of, text_parts
+from smalti.data.scan.index_file import IndexFile, IndexWriter, recipe_of
 from smalti.data.scan.parts import chosen, listed_parts, with_last
 from smalti.data.scan.tasks import Handed, Task, wait_for, written
+from smalti.data.storage.columns import text_parts
 from smalti.data.storage.protocol import Storage
 from smalti.data.threads import Threads
 from smalti.errors import UserError

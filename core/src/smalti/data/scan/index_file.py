@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from smalti.data.datasets.sources import ListedState
 from smalti.data.datasets.spec import DatasetSpec
+from smalti.data.storage.columns import text_parts
 
 SCHEMA = pa.schema(
     [
@@ -151,16 +152,6 @@ class IndexFile:
         if batch is None:
             batch = self._batches[number] = self._reader.get_batch(number)
         return batch
-
-
-def text_parts(array: pa.Array) -> tuple[memoryview, NDArray[np.int32]]:
-    """Returns the bytes of an array of strings without nulls, one after the other, and their lengths. Views where possible."""
-    _, offsets, data = array.buffers()
-    if len(array) == 0:
-        return memoryview(b""), np.zeros(0, dtype=np.int32)
-    ends: NDArray[np.int32] = np.frombuffer(offsets, dtype=np.int32)[array.offset : array.offset + len(array) + 1]
-    text = memoryview(data)[int(ends[0]) : int(ends[-1])] if data is not None else memoryview(b"")
-    return text, np.diff(ends)
 
 
 @dataclass

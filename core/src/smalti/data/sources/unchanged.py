@@ -13,9 +13,8 @@ import numpy as np
 import pyarrow as pa
 from blake3 import blake3
 
-from smalti.data.scan.index_file import text_parts
 from smalti.data.sources.listing import visible_files
-from smalti.data.storage.columns import list_columns
+from smalti.data.storage.columns import list_columns, text_parts
 from smalti.data.storage.protocol import Storage
 
 _MOST = 1 << 21
