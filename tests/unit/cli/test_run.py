@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
-from smalti.builtin.run_directory import RunEvents
+from smalti.builtin.run_directory import Events
 from smalti.cli.run import run
 from smalti.errors import ExitCode, UserError
 from smalti.rundir.directory import RunDirectory
@@ -23,7 +23,7 @@ from smalti.types import Outcome, RunState, StopReason
 
 _RUN = """
 import sys, time
-from smalti.builtin.run_directory import RunEvents
+from smalti.builtin.run_directory import Events
 from smalti.rundir.writer import acquire
 from smalti.rundir.directory import RunDirectory
 from smalti.types import Outcome, RunState, StepResult, StopReason
@@ -33,7 +33,7 @@ with acquire(RunDirectory(sys.argv[1])) as writer:
         state.step = step
         loss = float("nan") if step == 2 else 0.5
         result = StepResult(step=step, loss=loss, grad_norm=1, learning_rate=1e-4, samples=8, seconds=0.02)
-        RunEvents(writer).step(state, result)
+        Events(writer).write_step(state, result)
         print(step, flush=True)
         time.sleep(0.02)
         for request in writer.take_requests():
@@ -46,7 +46,7 @@ with acquire(RunDirectory(sys.argv[1])) as writer:
                 state.request_stop(StopReason.INTERRUPTED, "it was asked to")
         if state.stop_reason:
             break
-    RunEvents(writer).end(state, Outcome(reason=state.stop_reason, message=state.stop_message))
+    Events(writer).on_train_end(state, Outcome(reason=state.stop_reason, message=state.stop_message))
 """
 
 
@@ -164,7 +164,7 @@ def test_watching_a_run_that_has_ended_shows_where_it_came_to(tmp_path: Path) ->
     with acquire(RunDirectory(tmp_path)) as writer:
         for step in (1, 2):
             writer.events.append("step", step=step, max_steps=9, loss=0.5, samples=8, seconds=0.1, learning_rate=1e-4)
-        RunEvents(writer).end(RunState(max_steps=9, step=2), Outcome(reason=StopReason.PREEMPTED, message="preempted"))
+        Events(writer).on_train_end(RunState(max_steps=9, step=2), Outcome(reason=StopReason.PREEMPTED, message="preempted"))
     result = smalti_run("watch", tmp_path)
     assert result.stdout.startswith("step 2/9  loss 0.5 ")
     assert (result.stderr, result.exit_code) == (f"{tmp_path}: stopped: preempted\n", ExitCode.PREEMPTED)

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from smalti.builtin.run_directory import RunEvents
+from smalti.builtin.run_directory import Events
 from smalti.errors import ExitCode, GpuFaultError, InUseError, UserError
 from smalti.rundir.directory import RunDirectory, find_runs, watch_doubtful
 from smalti.rundir.writer import ATTEMPT_VARIABLE, RunWriter, acquire, join, prepare
@@ -99,11 +99,11 @@ def eventually(holds: Callable[[], bool]) -> bool:
 
 def step(writer: RunWriter, number: int, loss: float = 0.5, max_steps: int = 10) -> None:
     result = StepResult(step=number, loss=loss, grad_norm=1.0, learning_rate=1e-4, samples=8, seconds=0.1)
-    RunEvents(writer).step(RunState(max_steps=max_steps, step=number), result)
+    Events(writer).write_step(RunState(max_steps=max_steps, step=number), result)
 
 
 def end(writer: RunWriter, reason: StopReason) -> None:
-    RunEvents(writer).end(RunState(max_steps=10, step=3), Outcome(reason=reason, message="said why"))
+    Events(writer).on_train_end(RunState(max_steps=10, step=3), Outcome(reason=reason, message="said why"))
 
 
 # --- how a run fares ------------------------------------------------------------------------------------------------
@@ -219,9 +219,9 @@ def test_the_last_word_tells_how_a_run_ended(tmp_path: Path, reason: StopReason,
 @pytest.mark.parametrize(("error", "code"), [(ValueError("bad"), 1), (UserError("bad"), 2), (GpuFaultError("bad"), 5)])
 def test_a_run_that_an_exception_ended_has_failed_with_it(tmp_path: Path, error: Exception, code: int) -> None:
     with acquire(RunDirectory(tmp_path)) as writer:
-        events = RunEvents(writer)
-        events.error(RunState(max_steps=10), error)
-        events.end(RunState(max_steps=10), None)
+        events = Events(writer)
+        events.on_error(RunState(max_steps=10), error)
+        events.on_train_end(RunState(max_steps=10), None)
     status = RunDirectory(tmp_path).status()
     assert (status.condition, status.message, status.exit_code) == ("failed", f"{type(error).__name__}: bad", code)
 
@@ -423,9 +423,9 @@ def test_what_lies_in_the_directory_is_told_by_its_place_there(tmp_path: Path) -
     directory = RunDirectory(tmp_path)
     image = ValidationImage(prompt="a fox", seed=7, path=directory.samples_at(5) / "0.png")
     with acquire(directory) as writer:
-        RunEvents(writer).validation(ValidationResult(step=5, images=(image,), folder=directory.samples_at(5)))
-        RunEvents(writer).checkpoint(Checkpoint(step=5, path=directory.checkpoints / "step-5", size=10, seconds=0.5))
-        RunEvents(writer).checkpoint(Checkpoint(step=6, path=Path("/elsewhere/step-6"), size=10, seconds=0.5))
+        Events(writer).on_validation(ValidationResult(step=5, images=(image,), folder=directory.samples_at(5)))
+        Events(writer).on_checkpoint(Checkpoint(step=5, path=directory.checkpoints / "step-5", size=10, seconds=0.5))
+        Events(writer).on_checkpoint(Checkpoint(step=6, path=Path("/elsewhere/step-6"), size=10, seconds=0.5))
     _, sample, inside, outside = directory.events()
     assert sample.fields == {
         "overview": "samples/00000005",

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings, strategies
 
-from smalti.builtin.run_directory import RunEvents
+from smalti.builtin.run_directory import Events
 from smalti.errors import ExitCode
 from smalti.rundir.directory import RunDirectory
 from smalti.rundir.events import Event, read_events_backwards
@@ -187,14 +187,14 @@ def test_a_step_that_fails_is_lost_with_the_wait_in_it(monkeypatch: pytest.Monke
     assert account.now().seconds == {"training": 3, "lost": 22}
 
 
-def train(writer: RunWriter, begin: int, last: int) -> RunEvents:
-    events = RunEvents(writer)
+def train(writer: RunWriter, begin: int, last: int) -> Events:
+    events = Events(writer)
     events.account = TimeAccount(before_attempt(read_events_backwards(writer.events.path), begin, time.time()))
     writer.events.append("state", step=begin, state="running", time=events.account.now().as_fields())
     for number in range(begin + 1, last + 1):
         events.account.step(0.25, 0.0, skipped=False)
         result = StepResult(step=number, loss=0.5, grad_norm=1.0, learning_rate=1e-4, samples=8, seconds=0.25)
-        events.step(RunState(max_steps=10, step=number), result)
+        events.write_step(RunState(max_steps=10, step=number), result)
     return events
 
 
@@ -204,7 +204,7 @@ def test_a_run_is_shown_with_its_goodput(tmp_path: Path) -> None:
         train(writer, 0, 3)
     with acquire(directory) as writer:
         outcome = Outcome(reason=StopReason.COMPLETED, message="done")
-        train(writer, 1, 4).end(RunState(max_steps=10, step=4), outcome)
+        train(writer, 1, 4).on_train_end(RunState(max_steps=10, step=4), outcome)
     summary = directory.summary()
     assert summary is not None
     assert summary.goodput is not None

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from smalti.builtin.run_directory import RunEvents
+from smalti.builtin.run_directory import Events
 from smalti.errors import UserError
 from smalti.rundir.directory import RunDirectory
 from smalti.rundir.writer import RunWriter, acquire, prepare
@@ -67,7 +67,7 @@ def test_a_run_that_ends_answers_what_it_cannot_do_any_more(tmp_path: Path) -> N
     directory = RunDirectory(tmp_path)
     with acquire(directory) as writer:
         request = directory.request("save")
-        RunEvents(writer).end(RunState(max_steps=1), Outcome(reason=StopReason.COMPLETED, message=""))
+        Events(writer).on_train_end(RunState(max_steps=1), Outcome(reason=StopReason.COMPLETED, message=""))
     event = directory.answer(request, timeout=10)
     assert event is not None
     assert event.text("message") == "the run has ended"
@@ -88,7 +88,7 @@ def test_nothing_can_be_asked_of_a_run_that_is_not_there(tmp_path: Path, ended: 
     directory = RunDirectory(tmp_path)
     if ended:
         with acquire(directory) as writer:
-            RunEvents(writer).end(RunState(max_steps=1), Outcome(reason=StopReason.COMPLETED, message="trained 1 steps"))
+            Events(writer).on_train_end(RunState(max_steps=1), Outcome(reason=StopReason.COMPLETED, message="trained 1 steps"))
     with pytest.raises(UserError, match="no running process to stop"):
         directory.request("stop")
     assert not directory.control.exists()

@@ -10,7 +10,17 @@ from functools import partial
 from smalti.config import TrackingOptions, ValidationOptions
 from smalti.errors import ExitCode, GpuFaultError, UserError
 from smalti.hookspecs import hookimpl
-from smalti.rundir import Condition, Phase, Request, RunWriter, TimeAccount, before_attempt, overview, read_events_backwards
+from smalti.rundir import (
+    Condition,
+    EventKind,
+    Phase,
+    Request,
+    RunWriter,
+    TimeAccount,
+    before_attempt,
+    overview,
+    read_events_backwards,
+)
 from smalti.types import (
     Checkpoint,
     EvaluationResult,
@@ -32,20 +42,40 @@ _REASONS = {
 }
 
 
-class RunEvents:
-    """Writes what the loop reports as events of the run directory."""
+class Events:
+    """Writes what the loop reports as events of the run directory, and answers requests, from the loop's start to its end.
 
-    def __init__(self, writer: RunWriter) -> None:
+    On the main rank, which has the `writer`; on other ranks every hook returns at once.
+    """
+
+    def __init__(self, writer: RunWriter | None = None) -> None:
         self._writer = writer
-        self._error: BaseException | None = None
         self.account: TimeAccount | None = None
+        self._error: BaseException | None = None
+        self._checked_at = 0.0
+        self._generates_images = False
+        self._interval = 1
 
-    def start(self, state: RunState, info: RunInfo) -> None:
+    def _append(self, kind: EventKind, step: int, **fields: object) -> None:
+        if self._writer is not None:
+            self._writer.events.append(kind, step=step, **fields)
+
+    def _time(self) -> dict[str, object]:
+        return {} if self.account is None else {"time": self.account.now().as_fields()}
+
+    @hookimpl(tryfirst=True)  # so that events of other plugins can be written
+    def on_train_start(self, state: RunState, info: RunInfo) -> None:
         """Write what trains and for how many steps. From here on, the configuration of the launch is that of the run."""
-        self._writer.take_launch_files()
-        history = read_events_backwards(self._writer.events.path)
-        self.account = TimeAccount(before_attempt(history, state.step, time.time()))
-        self._writer.events.append(
+        self._writer, self._error = info.writer, None
+        if (writer := info.writer) is None:
+            return
+        writer.answer_requests = partial(self._answer, writer, state)
+        self.stop_when_taken_over(writer, state)
+        self._generates_images = info.config[ValidationOptions].samples_images
+        self._interval = info.config[TrackingOptions].log_interval
+        writer.take_launch_files()
+        self.account = TimeAccount(before_attempt(read_events_backwards(writer.events.path), state.step, time.time()))
+        self._append(
             "state",
             step=state.step,
             state="running",
@@ -56,102 +86,8 @@ class RunEvents:
             trainable=info.trainable,
             effective_batch=info.effective_batch,
             plugins=info.plugins,
-            time=self.account.now().as_fields(),
+            **self._time(),
         )
-
-    def _time(self) -> dict[str, object]:
-        return {} if self.account is None else {"time": self.account.now().as_fields()}
-
-    def step(self, state: RunState, result: StepResult) -> None:
-        """Write a step, without values that are None. `max_steps` is in every line: the last one is enough to show progress."""
-        known = {name: value for name, value in asdict(result).items() if value is not None}
-        self._writer.events.append("step", max_steps=state.max_steps, epoch=state.epoch, **{**known, **self._time()})
-
-    def validation(self, result: ValidationResult) -> None:
-        """Write the generated images, by their paths in the run directory."""
-        inside = self._writer.directory.relative
-        images = [
-            {"prompt": image.prompt, "seed": image.seed, "path": inside(image.path)}
-            | ({} if image.base is None else {"base": inside(image.base)})
-            for image in result.images
-        ]
-        self._writer.events.append("sample", step=result.step, overview=inside(overview(result.folder)), images=images)
-
-    def evaluation(self, result: EvaluationResult) -> None:
-        """Write the loss on held-out images: the mean, and by timestep."""
-        fields = {name: value for name, value in asdict(result).items() if name != "step"}
-        self._writer.events.append("eval", step=result.step, **fields)
-
-    def checkpoint(self, checkpoint: Checkpoint) -> None:
-        self._writer.events.append(
-            "checkpoint",
-            step=checkpoint.step,
-            path=self._writer.directory.relative(checkpoint.path),
-            size=checkpoint.size,
-            seconds=checkpoint.seconds,
-            blocked=checkpoint.blocked,
-        )
-
-    def warning(self, state: RunState, message: str, error: Exception | None = None) -> None:
-        """Write a failure that does not end the run; with the traceback, unless it is a UserError or OSError."""
-        known = error is None or isinstance(error, UserError | OSError)
-        trace = {} if known else {"traceback": "".join(traceback.format_exception(error))}
-        self._writer.events.append("warning", step=state.step, message=message, **trace)
-
-    def error(self, state: RunState, error: BaseException) -> None:
-        """Write an exception that ends the loop, with its traceback."""
-        self._error = error
-        trace = "".join(traceback.format_exception(error))
-        self._writer.events.append("error", step=state.step, error=type(error).__name__, message=str(error), traceback=trace)
-
-    def end(self, state: RunState, outcome: Outcome | None) -> None:
-        """Write the last event. `outcome` is None if an exception ended the loop. No event may follow."""
-        if outcome is not None:
-            self._writer.end(state.step, _condition(outcome.reason), outcome.message, outcome.exit_code, **self._time())
-            return
-        if self.account is not None:
-            self.account.fail()
-        message = f"{type(self._error).__name__}: {self._error}" if self._error else "an exception ended it"
-        code = self._error.exit_code if isinstance(self._error, UserError | GpuFaultError) else ExitCode.FAILED
-        self._writer.end(state.step, "failed", message, code, **self._time())
-
-
-def _condition(reason: StopReason) -> Condition:
-    if reason is StopReason.COMPLETED:
-        return "finished"
-    return (
-        "stopped"
-        if reason in (StopReason.REQUESTED, StopReason.PREEMPTED, StopReason.INTERRUPTED, StopReason.UNSAVED)
-        else "failed"
-    )
-
-
-class Events:
-    """Writes events and answers requests from the start of the loop to its end."""
-
-    def __init__(self) -> None:
-        self._writer: RunWriter | None = None
-        self._events: RunEvents | None = None
-        self._checked_at = 0.0
-        self._generates_images = False
-        self._interval = 1
-
-    @hookimpl(tryfirst=True)  # so that events of other plugins can be written
-    def on_train_start(self, state: RunState, info: RunInfo) -> None:
-        if info.writer is None:
-            return
-        self._writer = info.writer
-        info.writer.answer_requests = partial(self._answer, info.writer, state)
-        self.stop_when_taken_over(info.writer, state)
-        self._generates_images = info.config[ValidationOptions].samples_images
-        self._interval = info.config[TrackingOptions].log_interval
-        self._events = RunEvents(info.writer)
-        self._events.start(state, info)
-
-    @hookimpl
-    def on_phase(self, phase: Phase) -> None:
-        if self._events is not None and self._events.account is not None:
-            self._events.account.enter(phase.name)
 
     @staticmethod
     def stop_when_taken_over(writer: RunWriter, state: RunState) -> None:
@@ -162,16 +98,85 @@ class Events:
             ownership.on_lost()
 
     @hookimpl
+    def on_phase(self, phase: Phase) -> None:
+        if self.account is not None:
+            self.account.enter(phase.name)
+
+    @hookimpl
     def on_step_end(self, state: RunState, result: StepResult) -> None:
-        if self._writer is None or self._events is None:
+        if self._writer is None:
             return
-        if self._events.account is not None:
-            self._events.account.step(result.seconds, result.data_seconds, skipped=result.skipped)
+        if self.account is not None:
+            self.account.step(result.seconds, result.data_seconds, skipped=result.skipped)
         if result.step % self._interval == 0 or result.skipped or result.step == state.max_steps:
-            self._events.step(state, result)
+            self.write_step(state, result)
         if (since := time.monotonic() - self._checked_at) > CHECK_SECONDS:
             self._checked_at = time.monotonic()
             self._answer(self._writer, state, since)
+
+    def write_step(self, state: RunState, result: StepResult) -> None:
+        """Write a step, without values that are None. `max_steps` is in every line: the last one is enough to show progress."""
+        known = {name: value for name, value in asdict(result).items() if value is not None}
+        self._append("step", max_steps=state.max_steps, epoch=state.epoch, **{**known, **self._time()})
+
+    @hookimpl
+    def on_validation(self, result: ValidationResult) -> None:
+        """Write the generated images, by their paths in the run directory."""
+        if self._writer is None:
+            return
+        inside = self._writer.directory.relative
+        images = [
+            {"prompt": image.prompt, "seed": image.seed, "path": inside(image.path)}
+            | ({} if image.base is None else {"base": inside(image.base)})
+            for image in result.images
+        ]
+        self._append("sample", step=result.step, overview=inside(overview(result.folder)), images=images)
+
+    @hookimpl
+    def on_evaluation(self, result: EvaluationResult) -> None:
+        """Write the loss on held-out images: the mean, and by timestep."""
+        self._append("eval", **asdict(result))
+
+    @hookimpl
+    def on_checkpoint(self, checkpoint: Checkpoint) -> None:
+        if self._writer is None:
+            return
+        if self.account is not None:
+            self.account.saved(checkpoint.blocked)
+        self._append("checkpoint", **asdict(checkpoint) | {"path": self._writer.directory.relative(checkpoint.path)})
+
+    @hookimpl
+    def on_checkpoint_failed(self, state: RunState, error: UserError) -> None:
+        self._append("warning", step=state.step, message=str(error))
+
+    @hookimpl
+    def on_warning(self, state: RunState, message: str, error: Exception) -> None:
+        """Write a failure that does not end the run; with the traceback, unless it is a UserError or OSError."""
+        known = isinstance(error, UserError | OSError)
+        trace = {} if known else {"traceback": "".join(traceback.format_exception(error))}
+        self._append("warning", step=state.step, message=message, **trace)
+
+    @hookimpl
+    def on_error(self, state: RunState, error: BaseException) -> None:
+        """Write an exception that ends the loop, with its traceback."""
+        self._error = error
+        trace = "".join(traceback.format_exception(error))
+        self._append("error", step=state.step, error=type(error).__name__, message=str(error), traceback=trace)
+
+    @hookimpl(trylast=True)
+    def on_train_end(self, state: RunState, outcome: Outcome | None) -> None:
+        """Write the last event. `outcome` is None if an exception ended the loop. No event may follow."""
+        writer, self._writer = self._writer, None
+        if writer is None:
+            return
+        if outcome is not None:
+            writer.end(state.step, _condition(outcome.reason), outcome.message, outcome.exit_code, **self._time())
+            return
+        if self.account is not None:
+            self.account.fail()
+        message = f"{type(self._error).__name__}: {self._error}" if self._error else "an exception ended it"
+        code = self._error.exit_code if isinstance(self._error, UserError | GpuFaultError) else ExitCode.FAILED
+        writer.end(state.step, "failed", message, code, **self._time())
 
     def _answer(self, writer: RunWriter, state: RunState, since: float = CHECK_SECONDS) -> None:
         for request in writer.take_requests():
@@ -196,44 +201,10 @@ class Events:
                 request, accepted=False, message="this run has no validation_prompt and no validation_prompt_library"
             )
 
-    @hookimpl
-    def on_validation(self, state: RunState, result: ValidationResult) -> None:
-        if self._events is not None:
-            self._events.validation(result)
 
-    @hookimpl
-    def on_evaluation(self, result: EvaluationResult) -> None:
-        if self._events is not None:
-            self._events.evaluation(result)
-
-    @hookimpl
-    def on_checkpoint(self, state: RunState, checkpoint: Checkpoint) -> None:
-        if self._events is not None:
-            if self._events.account is not None:
-                self._events.account.saved(checkpoint.blocked)
-            self._events.checkpoint(checkpoint)
-
-    @hookimpl
-    def on_checkpoint_failed(self, state: RunState, error: UserError) -> None:
-        if self._events is not None:
-            self._events.warning(state, str(error))
-
-    @hookimpl
-    def on_warning(self, state: RunState, message: str, error: Exception) -> None:
-        if self._events is not None:
-            self._events.warning(state, message, error)
-
-    @hookimpl
-    def on_error(self, state: RunState, error: BaseException) -> None:
-        if self._events is not None:
-            self._events.error(state, error)
-
-    @hookimpl(trylast=True)
-    def on_train_end(self, state: RunState, outcome: Outcome | None) -> None:
-        if self._events is None:
-            return
-        self._events.end(state, outcome)
-        self._writer = self._events = None
+def _condition(reason: StopReason) -> Condition:
+    stopped = (StopReason.REQUESTED, StopReason.PREEMPTED, StopReason.INTERRUPTED, StopReason.UNSAVED)
+    return "finished" if reason is StopReason.COMPLETED else "stopped" if reason in stopped else "failed"
 
 
 plugin = Events()

@@ -27,6 +27,7 @@ from .directory import (
 )
 from .events import (
     Event as Event,
+    EventKind as EventKind,
     EventWriter as EventWriter,
     read_events as read_events,
     read_events_backwards as read_events_backwards,

@@ -5,17 +5,16 @@ Shapes: B batch, latents (B, C, h, w).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
 from smalti.config import Config, DataOptions, ObjectiveOptions, RunOptions
-from smalti.data import Bucket
+from smalti.data import Bucket, MicroBatch
 from smalti.diffusion import (
     Conditioning,
     Distribution,
@@ -28,42 +27,8 @@ from smalti.diffusion import (
     build_timesteps,
     build_weighting,
 )
-from smalti.models import ModelFamily, ScalesAdapter, SizeConditioning, latents_of
-from smalti.parallel import to_device
-
-
-class MicroBatch(Protocol):
-    """What the loader yields: images (B, 3, H, W) in [-1, 1], captions, sizes and crops, and a number unique to each sample.
-
-    Instead of pixels there may be latents, and beside the captions their conditioning: what was encoded before training.
-    """
-
-    @property
-    def bucket(self) -> Bucket: ...
-    @property
-    def pixels(self) -> Tensor | None: ...
-    @property
-    def latents(self) -> Tensor | None: ...
-    @property
-    def conditioning(self) -> Conditioning | None: ...
-    @property
-    def captions(self) -> Sequence[str]: ...
-    @property
-    def size_conditioning(self) -> Sequence[SizeConditioning]: ...
-    @property
-    def numbers(self) -> Sequence[int]: ...
-    @property
-    def caption_dropout(self) -> Sequence[float | None]: ...
-    @property
-    def regularisation(self) -> Sequence[bool]: ...
-    @property
-    def has_regularisation(self) -> bool: ...
-
-
-class Precision(Protocol):
-    """The part of a `Parallel` that a forward pass needs."""
-
-    def autocast(self) -> AbstractContextManager[None]: ...
+from smalti.models import ModelFamily, ScalesAdapter, latents_of
+from smalti.parallel import Parallel, to_device
 
 
 def objective_of(config: Config, family: ModelFamily) -> Objective:
@@ -98,7 +63,7 @@ class DenoisingLoss:
     without_adapter: Callable[[nn.Module], AbstractContextManager[None]] | None = None
     """Within it the model is the one without its adapter; None where a family cannot do that. For regularisation data."""
 
-    def __call__(self, model: nn.Module, batch: MicroBatch, precision: Precision) -> Tensor:
+    def __call__(self, model: nn.Module, batch: MicroBatch, parallel: Parallel) -> Tensor:
         """The mean loss over the samples of one micro-batch: a scalar with a gradient."""
         with torch.no_grad():
             latents = latents_of(self.family, batch.pixels, batch.latents)
@@ -112,20 +77,20 @@ class DenoisingLoss:
             conditioning = texts | self.family.encode_size_conditioning(batch.size_conditioning, width, height)
         target = self.objective.target(latents, noise, t)
         if batch.has_regularisation:
-            base = self._base_prediction(model, noisy, t, conditioning, precision)
+            base = self._base_prediction(model, noisy, t, conditioning, parallel)
             chosen = to_device(torch.tensor(batch.regularisation), latents.device).view(-1, *[1] * (target.ndim - 1))
             target = torch.where(chosen, base.float(), target.float())
-        with precision.autocast():
+        with parallel.autocast():
             prediction = self.family.forward(model, noisy, self.objective.timesteps(t), conditioning)
         losses = self.objective.compare(prediction, target, t)
         return (losses * self.weighting(t)).mean()
 
     def _base_prediction(
-        self, model: nn.Module, noisy: Tensor, t: Tensor, conditioning: Conditioning, precision: Precision
+        self, model: nn.Module, noisy: Tensor, t: Tensor, conditioning: Conditioning, parallel: Parallel
     ) -> Tensor:
         """What the model predicts without its adapter. Each rank has to call it: the model may be sharded."""
         assert self.without_adapter is not None, "checked before the launch"
-        with torch.no_grad(), self.without_adapter(model), precision.autocast():
+        with torch.no_grad(), self.without_adapter(model), parallel.autocast():
             return self.family.forward(model, noisy, self.objective.timesteps(t), conditioning)
 
     def describe_timesteps(self, buckets: Iterable[Bucket]) -> str:
