@@ -6,7 +6,7 @@ defect, or a fault of the machine, and is printed with its traceback.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -208,3 +208,11 @@ class GpuFaultError(Exception):
     """An accelerator failed and this rank cannot continue. The fault was reported; the process exits with this code."""
 
     exit_code = ExitCode.GPU_FAULT
+
+
+def did_you_mean(name: str, known: Iterable[str], *, count: int = 1, cutoff: float = 0.6) -> str:
+    """The question of a message whether up to `count` similar names are meant; "" if none is similar enough."""
+    from difflib import get_close_matches
+
+    near = get_close_matches(name, list(known), n=count, cutoff=cutoff)
+    return f"did you mean {' or '.join(near)}?" if near else ""

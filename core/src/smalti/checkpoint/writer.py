@@ -34,7 +34,7 @@ from smalti.checkpoint.snapshot import Snapshot
 from smalti.errors import CheckpointError, ExitCode, UserError
 from smalti.parallel import Communicator, RankError, run_on_all_ranks, run_on_main_rank, use_device
 from smalti.rundir import wait_for_directory
-from smalti.system import files
+from smalti.system import files, format_bytes
 from smalti.types import Checkpoint, World
 
 _THREADS = 4
@@ -89,7 +89,7 @@ def _explain(root: Path, snapshot: Snapshot, failure: RankError, full_weights: b
     message = f"cannot save step {snapshot.step} in {root}: {failure}"
     if failure.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         needed = _needed({name: t.numel() * t.element_size() for name, t in snapshot.tensors().items()}, full_weights)
-        message += f" ({_format_bytes(needed)} needed{_free_text(root)})"
+        message += f" ({format_bytes(needed)} needed{_free_text(root)})"
     fix = failure.fix or _FIXES.get(failure.errno or 0, "")
     return SaveError(message, fix=fix, errno=failure.errno)
 
@@ -99,11 +99,7 @@ def _free_text(root: Path) -> str:
         free = files.free_bytes(root)
     except OSError:
         return ""
-    return "" if free is None else f", {_format_bytes(free)} free"
-
-
-def _format_bytes(size: int) -> str:
-    return f"{size / 2**30:,.2f} GiB" if size >= 2**30 else f"{size / 2**20:,.1f} MiB"
+    return "" if free is None else f", {format_bytes(free)} free"
 
 
 def _needed(sizes: Mapping[str, int], full_weights: bool) -> int:

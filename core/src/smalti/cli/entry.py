@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 import traceback
-from difflib import get_close_matches
 from importlib.metadata import version
 from typing import NoReturn
 
@@ -13,7 +12,7 @@ import click
 from smalti.cli.commands import plugin as BUILT_IN
 from smalti.cli.pages.help import Root, colour, dashed
 from smalti.config import package_of_command
-from smalti.errors import ExitCode, UserError
+from smalti.errors import ExitCode, UserError, did_you_mean
 from smalti.system import ProcessExit, ignore_signals_after_command, ignore_write_errors, keep_imports
 from smalti.types import CommandCollector
 
@@ -44,8 +43,7 @@ class Commands(Root):
         name = args[0]
         if name.startswith("-") or self.get_command(ctx, name) is not None or package_of_command(name) is not None:
             return super().resolve_command(ctx, args)
-        near = get_close_matches(name, self.list_commands(ctx), n=2)
-        fix = f"did you mean {' or '.join(near)}?" if near else "list the commands with smalti --help"
+        fix = did_you_mean(name, self.list_commands(ctx), count=2) or "list the commands with smalti --help"
         raise UserError(f"unknown command {name!r}", fix=fix)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:

@@ -11,7 +11,6 @@ import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from difflib import get_close_matches
 from pathlib import Path
 from typing import cast
 
@@ -37,7 +36,7 @@ from smalti.config.sources import (
     variable,
     with_variables,
 )
-from smalti.errors import ConfigError, Problem
+from smalti.errors import ConfigError, Problem, did_you_mean
 
 _CHOICE = "defaults_from"
 _SHOWN = 4
@@ -319,13 +318,12 @@ _WANTED = {
 def _bad_value(option: Option, given: Given, reason: str) -> Problem:
     secret = option.is_secret(given.shown)
     shown = "what it is" if secret else repr(given.shown)
-    near = get_close_matches(str(given.shown).lower(), option.choices, n=1)
-    hint = f"did you mean {near[0]}? " if near and not secret else ""
+    hint = "" if secret else did_you_mean(str(given.shown).lower(), option.choices)
     if (secret or given.written is not None) and str(given.value) in reason:
         reason = "the value is not valid"
     wanted = f"one of {', '.join(option.choices)}" if option.choices else _WANTED.get(option.kind, option.kind)
     bounds = f" {option.bounds}" if option.bounds else ""
-    message, fix = f"{option.name} cannot be {shown}: {reason}", f"{hint}give {wanted}{bounds}"
+    message, fix = f"{option.name} cannot be {shown}: {reason}", f"{hint} give {wanted}{bounds}".lstrip()
     return Problem(message=message, where=given.place, fix=fix, option=option.name)
 
 

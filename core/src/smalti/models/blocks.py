@@ -8,10 +8,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
 from typing import TYPE_CHECKING, cast
 
-from smalti.errors import Problem, UserError
+from smalti.errors import Problem, UserError, did_you_mean
 from smalti.types import Block
 
 if TYPE_CHECKING:
@@ -89,9 +88,7 @@ def unknown_classes(class_names: Iterable[str], known: Collection[str]) -> list[
     problems = []
     for name in class_names:
         if name not in known:
-            near = get_close_matches(name, known, n=2)
-            hint = f"did you mean {' or '.join(near)}? " if near else ""
-            fix = f"{hint}the model is made of {', '.join(sorted(known))}"
+            fix = f"{did_you_mean(name, known, count=2)} the model is made of {', '.join(sorted(known))}".lstrip()
             problems.append(Problem(message=f"the model has no part of a class {name!r}", fix=fix))
     return problems
 

@@ -6,12 +6,11 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Protocol, cast
 
 from smalti.config import Config, package_of_cache, resolve
-from smalti.errors import UserError
+from smalti.errors import UserError, did_you_mean
 from smalti.hookspecs import HookSpecs
 from smalti.plugins.factories import create
 from smalti.plugins.registry import Plugins
@@ -77,9 +76,8 @@ def find_cache(plugins: Plugins, name: str, config: Config | None = None) -> Cac
         return _open(entries[spelled[_fold(name)]], plugins, config)
     if package := package_of_cache(_fold(name)):
         raise package.error(f"the cache {name!r} belongs to {package.distribution}")
-    near = get_close_matches(_fold(name), entries, n=3)
-    hint = f"did you mean {' or '.join(near)}? " if near else ""
-    raise UserError(f"unknown cache {name!r}", fix=f"{hint}caches: {', '.join(entries) or 'none'}")
+    hint = did_you_mean(_fold(name), entries, count=3)
+    raise UserError(f"unknown cache {name!r}", fix=f"{hint} caches: {', '.join(entries) or 'none'}".lstrip())
 
 
 def clear_cache(plugins: Plugins, name: str, config: Config | None = None) -> Cleared:

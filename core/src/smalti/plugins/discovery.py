@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
 from importlib import import_module
 from importlib.metadata import Distribution, EntryPoint, entry_points, version
 from pathlib import Path
 from traceback import extract_tb
 
 from smalti.config import PLUGINS
-from smalti.errors import BrokenPlugin, MissingPlugin, UserError
+from smalti.errors import BrokenPlugin, MissingPlugin, UserError, did_you_mean
 from smalti.plugins.registry import PluginInfo, Plugins, State
 
 GROUP = "smalti.plugins"
@@ -137,8 +136,7 @@ def unknown_plugin(name: str, known: Iterable[str]) -> UserError:
     """The error for a plugin that is not installed, with the package to install or similar names."""
     if name in PLUGINS:
         return PLUGINS[name].error(f"the plugin {name!r} is not installed")
-    near = get_close_matches(name, sorted({*known, *PLUGINS}), n=3)
-    hint = f"did you mean {' or '.join(near)}?" if near else f"installed: {', '.join(sorted(known))}"
+    hint = did_you_mean(name, sorted({*known, *PLUGINS}), count=3) or f"installed: {', '.join(sorted(known))}"
     return MissingPlugin(f"unknown plugin {name!r}", fix=hint)
 
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from difflib import get_close_matches
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, cast
 
 from smalti.config import Config, ModelOptions, OptimizerOptions, family_packages, package_of_family, package_of_optimizer
-from smalti.errors import BrokenPlugin, MissingPlugin, UserError
+from smalti.errors import BrokenPlugin, MissingPlugin, UserError, did_you_mean
 from smalti.hookspecs import HookSpecs
 from smalti.plugins.factories import create
 from smalti.plugins.registry import Plugins
@@ -30,13 +29,7 @@ def family_entry(config: Config, plugins: Plugins) -> FamilyEntry:
         raise MissingPlugin("no model family installed", fix=family_packages())
     if name is None:
         raise UserError("no model family given", fix=f"--model_family=NAME; known: {', '.join(entries)}")
-    raise UserError(message, fix=f"{_near(name, entries)}known: {', '.join(entries)}")
-
-
-def _near(name: str, known: Collection[str]) -> str:
-    """The question whether a similar name is meant, "" without one."""
-    near = get_close_matches(name, known, n=3)
-    return f"did you mean {' or '.join(near)}? " if near else ""
+    raise UserError(message, fix=f"{did_you_mean(name, entries, count=3)} known: {', '.join(entries)}".lstrip())
 
 
 def known_families(plugins: Plugins) -> dict[str, FamilyEntry]:
@@ -91,7 +84,7 @@ def find_optimizer(name: str, entries: Sequence[OptimizerEntry]) -> OptimizerEnt
     message = f"Unknown optimizer '{name}'."
     if package := package_of_optimizer(wanted):
         raise package.error(message)
-    raise UserError(message, fix=f"{_near(wanted, known)}known: {', '.join(sorted(known))}")
+    raise UserError(message, fix=f"{did_you_mean(wanted, known, count=3)} known: {', '.join(sorted(known))}".lstrip())
 
 
 def check_strategy(plan: DistributedPlan, config: Config, plugins: Plugins) -> None:

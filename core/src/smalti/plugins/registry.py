@@ -5,14 +5,13 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from difflib import get_close_matches
 from traceback import walk_tb
 from types import CodeType
 from typing import Concatenate, Literal, ParamSpec, Protocol, TypeVar, cast
 
 import pluggy
 
-from smalti.errors import UserError
+from smalti.errors import UserError, did_you_mean
 from smalti.hookspecs import PROJECT, HookSpecs
 from smalti.plugins.factories import ORIGIN_NOTE, add_origin_note
 from smalti.plugins.returns import ANSWERS, checked
@@ -249,8 +248,7 @@ def _mismatch(plugin: object, error: pluggy.PluginValidationError) -> str:
     known = [name for name in vars(HookSpecs) if not name.startswith("_")]
     for name in sorted(name for name in dir(plugin) if hasattr(getattr(plugin, name, None), f"{PROJECT}_impl")):
         if name not in known:
-            near = get_close_matches(name, known, n=1)
-            return f"there is no hook {name!r}" + (f"; did you mean {near[0]}?" if near else "")
+            return "; ".join(filter(None, (f"there is no hook {name!r}", did_you_mean(name, known))))
     for name in sorted(name for name in known if hasattr(getattr(plugin, name, None), f"{PROJECT}_impl")):
         offered = [each for each in inspect.signature(vars(HookSpecs)[name]).parameters if each != "self"]
         strange = sorted(set(inspect.signature(getattr(plugin, name)).parameters) - set(offered))

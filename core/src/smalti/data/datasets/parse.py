@@ -9,7 +9,6 @@ import codecs
 import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 from pathlib import Path
 
 from pydantic import ValidationError
@@ -29,7 +28,7 @@ from smalti.data.datasets.spec import (
     file_name_of,
 )
 from smalti.data.datasets.wrong_values import wrong_sizes, wrong_values
-from smalti.errors import ConfigError, Problem
+from smalti.errors import ConfigError, Problem, did_you_mean
 from smalti.system import parse_json
 
 SWITCHES = ("disabled", "disable")
@@ -386,12 +385,8 @@ def _short_number(value: object) -> str:
 
 def _nearest_key(name: str, known: Collection[str]) -> str:
     """Only a spelling mistake has a near name: a name that is merely similar has another meaning."""
-    near = get_close_matches(name.lower(), known, n=1, cutoff=0.8)
-    return f"did you mean {near[0]}?" if near else "remove it; `smalti dataset reference` prints all keys"
+    return did_you_mean(name.lower(), known, cutoff=0.8) or "remove it; `smalti dataset reference` prints all keys"
 
 
 def _nearest_value(name: str, known: Collection[str]) -> str:
-    near = get_close_matches(name.lower(), known, n=1)
-    if near:
-        return f"did you mean {near[0]}?"
-    return f"known values: {', '.join(known)}" if known else ""
+    return did_you_mean(name.lower(), known) or (f"known values: {', '.join(known)}" if known else "")

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from difflib import get_close_matches
 from typing import Any, cast
 
 from pydantic import ValidationError
 
 from smalti.data.datasets.spec import DatasetSpec
-from smalti.errors import Problem
+from smalti.errors import Problem, did_you_mean
 
 # Outside of these limits a size is surely in the wrong unit.
 _MAX_MEGAPIXELS = 64
@@ -50,8 +49,7 @@ def _fix(kind: str, details: Mapping[str, Any], value: object) -> str:
     """Returns what to give instead of a value."""
     if kind == "literal_error":
         choices = str(details["expected"]).replace("'", "").replace(" or ", ", ")
-        near = get_close_matches(str(value).lower(), choices.split(", "), n=1)
-        return f"{f'did you mean {near[0]}? ' if near else ''}give one of {choices}"
+        return f"{did_you_mean(str(value).lower(), choices.split(', '))} give one of {choices}".lstrip()
     if kind == "value_error":
         return str(details["error"])
     for bound, sign in (("ge", ">="), ("gt", ">"), ("le", "<="), ("lt", "<")):

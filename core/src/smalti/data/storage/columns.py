@@ -6,13 +6,12 @@ from collections.abc import Iterable, Iterator
 from itertools import islice
 from typing import TYPE_CHECKING
 
-import numpy as np
-from numpy.typing import NDArray
-
 from smalti.data.storage.protocol import ListsFileColumns, Storage, StoredFile
 
 if TYPE_CHECKING:
+    import numpy as np
     import pyarrow as pa
+    from numpy.typing import NDArray
 
 ROWS = 1 << 16
 """Rows of a batch, at most."""
@@ -42,6 +41,8 @@ def file_columns(keys: list[str], sizes: list[int], etags: list[str]) -> pa.Reco
 
 def text_parts(array: pa.Array) -> tuple[memoryview, NDArray[np.int32]]:
     """Returns the bytes of an array of strings without nulls, one after the other, and their lengths. Views where possible."""
+    import numpy as np
+
     _, offsets, data = array.buffers()
     if len(array) == 0:
         return memoryview(b""), np.zeros(0, dtype=np.int32)
