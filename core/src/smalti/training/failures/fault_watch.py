@@ -7,26 +7,23 @@ reaches no boundary: after a grace period the thread ends the rank, and the othe
 
 from __future__ import annotations
 
-import os
 import signal
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from types import TracebackType
-from typing import Self, cast
+from typing import NoReturn, Self, cast
 
 from smalti.errors import ExitCode, GpuFaultError
-from smalti.hookspecs import HookSpecs
 from smalti.parallel import FailureDetector
-from smalti.plugins import Plugins, notify_each
-from smalti.system import describe, exit_within, flush_standard_streams, signal_handler, write_exit_report
+from smalti.plugins import Plugins
+from smalti.system import describe, signal_handler, write_exit_report
 from smalti.training.failures.emergency_save import emergency_save
 from smalti.training.failures.faults import decide, request
-from smalti.training.failures.watchdog import LEAVE_SECONDS
+from smalti.training.failures.leaving import leave
 from smalti.training.run import Run
 from smalti.types import FaultAction, RankInfo, RunState
 
@@ -37,7 +34,6 @@ _FIRST_STEP_SECONDS = 60.0
 _EVERY_SECONDS = 0.25
 _INTERRUPT = cast(signal.Signals, signal.SIGRTMIN + 2 if hasattr(signal, "SIGRTMIN") else signal.SIGIO)
 """Sent to the main thread alone; no scheduler sends it. macOS has no real-time signals."""
-_FAREWELL_SECONDS = 10.0
 
 
 class FaultWatch:
@@ -105,32 +101,16 @@ class FaultWatch:
                 return True
         return not self._state.has_faults
 
-    def _leave(self, error: GpuFaultError) -> None:
-        """In place of the main thread, which stays where it is. Does not return."""
-        exit_within(LEAVE_SECONDS, ExitCode.GPU_FAULT)
-        write_exit_report(ExitCode.GPU_FAULT, describe(error))
-        print(f"smalti: {error}", file=sys.stderr)
-        try:
+    def _leave(self, error: GpuFaultError) -> NoReturn:
+        """In place of the main thread, which stays where it is."""
+
+        def save() -> GpuFaultError:
+            write_exit_report(ExitCode.GPU_FAULT, describe(error))
+            print(f"smalti: {error}", file=sys.stderr)
             if self.run is None:
                 self._apart.diagnose(error)
             else:
                 emergency_save(self.run, error, self._apart, aside=True)
-                self._tell_observers(self.run, error)
-        except BaseException:  # noqa: BLE001 - the top of all that is left of this process
-            traceback.print_exc()
-        flush_standard_streams()
-        os._exit(ExitCode.GPU_FAULT)
+            return error
 
-    def _tell_observers(self, run: Run, error: BaseException) -> None:
-        """Call the last hooks, for as long as they may take; one of them can be what the main thread waits for."""
-
-        def tell() -> None:
-            notify_each(run.plugins, HookSpecs.on_error, run.state, error=error)
-            notify_each(run.plugins, HookSpecs.on_train_end, run.state, outcome=None)
-            notify_each(run.plugins, HookSpecs.on_rank_end, run.state, error=error)
-            if run.info.writer is not None:
-                run.info.writer.close()
-
-        telling = threading.Thread(target=tell, name="smalti-farewell", daemon=True)
-        telling.start()
-        telling.join(_FAREWELL_SECONDS)
+        leave(error, ExitCode.GPU_FAULT, self.run, save)

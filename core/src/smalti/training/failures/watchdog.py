@@ -9,25 +9,20 @@ done: it diagnoses the ranks, saves if this rank is the one that saves, reports,
 
 from __future__ import annotations
 
-import os
 import sys
 import threading
 import time
-import traceback
 from dataclasses import replace
 from types import TracebackType
-from typing import Self
+from typing import NoReturn, Self
 
 from smalti.errors import ExitCode
-from smalti.hookspecs import HookSpecs
 from smalti.parallel import BrokenGroupError, FailureDetector, break_group, write_lost_report
-from smalti.plugins import notify_each
-from smalti.system import describe, exit_within, flush_standard_streams, read_lost_peers, write_exit_report
+from smalti.system import read_lost_peers
 from smalti.training.failures.emergency_save import emergency_save
+from smalti.training.failures.leaving import leave
 from smalti.training.run import Run
 
-LEAVE_SECONDS = 60.0
-"""A rank that has to leave because of a failure does so in this time, counted from the last progress of a save."""
 _EVERY_SECONDS = 1.0
 _UNAIDED_SECONDS = 2.0
 """In which a main thread that waits for gloo, or for nothing, has noticed by itself."""
@@ -35,7 +30,6 @@ _RETURN_SECONDS = 5.0
 """In which one comes back whose connections are broken. With the two above less than the others wait for its answer."""
 _UPDATE_SECONDS = 20.0
 """The same while it changes weights, which should come to its end."""
-_FAREWELL_SECONDS = 10.0
 
 
 class Watchdog:
@@ -95,23 +89,20 @@ class Watchdog:
                 return True
         return True
 
-    def _leave(self) -> None:
-        """In place of the main thread, which stays where it is. Does not return."""
-        exit_within(LEAVE_SECONDS, ExitCode.FAILED)
+    def _leave(self) -> NoReturn:
+        """In place of the main thread, which stays where it is."""
         error = BrokenGroupError(f"the main thread does not come back from {self._place()}")
-        try:
+
+        def save() -> BaseException:
             lost = (
                 self._apart.lost_rank(error) if self.run is None else emergency_save(self.run, error, self._apart, aside=True)
             )
             assert lost is not None, "it is not this rank's own failure"
             write_lost_report(lost)
             print(f"smalti: {lost}", file=sys.stderr)
-            self._print_summary(lost)
-        except BaseException as failure:  # noqa: BLE001 - the top of all that is left of this process
-            write_exit_report(ExitCode.FAILED, describe(failure))
-            traceback.print_exc()
-        flush_standard_streams()
-        os._exit(ExitCode.FAILED)
+            return lost
+
+        leave(error, ExitCode.FAILED, self.run, save)
 
     def _place(self) -> str:
         """Where the main thread waits: the innermost function that is Python's."""
@@ -119,18 +110,3 @@ class Watchdog:
         if frame is None:
             return "its end"
         return f"{frame.f_code.co_name} ({frame.f_code.co_filename}:{frame.f_lineno})"
-
-    def _print_summary(self, error: BaseException) -> None:
-        """Tell the observers, for as long as they may take; one of them can be what the main thread waits for."""
-        if (run := self.run) is None:
-            return
-
-        def tell() -> None:
-            notify_each(run.plugins, HookSpecs.on_error, run.state, error=error)
-            notify_each(run.plugins, HookSpecs.on_train_end, run.state, outcome=None)
-            if run.info.writer is not None:
-                run.info.writer.close()
-
-        telling = threading.Thread(target=tell, name="smalti-farewell", daemon=True)
-        telling.start()
-        telling.join(_FAREWELL_SECONDS)
