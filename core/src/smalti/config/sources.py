@@ -15,7 +15,7 @@ from smalti.config.kept_defaults import TABLE
 from smalti.config.options import Given, Option, OptionGroup, Schema, path_error, unknown
 from smalti.config.simpletuner.translation import ReferenceOptions, translate_reference_options
 from smalti.errors import Problem
-from smalti.system import scheduled_nodes
+from smalti_cluster.schedulers.environment import scheduled_nodes
 
 PREFIX = "SMALTI_"
 RESERVED = frozenset({"SMALTI_OUTCOME_DIR", "SMALTI_PARENT", "SMALTI_DIGEST", "SMALTI_CONTEXT_PARALLEL_ON_CPU"})

@@ -25,9 +25,6 @@ from contextlib import suppress
 from typing import cast
 
 from smalti.errors import ExitCode
-from smalti.launch.elastic.messages import Place
-from smalti.launch.elastic.rendezvous import GroupMember
-from smalti.launch.node_watch import note_killed, watch_nodes
 from smalti.system import (
     FOLDER_VARIABLE,
     PARENT_VARIABLE,
@@ -42,6 +39,9 @@ from smalti.system import (
     write_exit_report_for,
     write_killed,
 )
+from smalti_cluster.elastic.messages import Place
+from smalti_cluster.elastic.rendezvous import GroupMember
+from smalti_cluster.nodes.node_watch import note_killed, watch_nodes
 
 STAND_BY = "--stand-by="
 """The argument of standby mode, followed by the file descriptor from which the command is read."""

@@ -25,7 +25,6 @@ from smalti.config import (
 )
 from smalti.errors import CheckpointError, ConfigError, FaultLoopError, InvalidOptionError, Problem, UserError, problems_in
 from smalti.hookspecs import HookSpecs
-from smalti.launch.elastic.excluded import refuse_excluded
 from smalti.plugins import (
     Plugins,
     check_sharding,
@@ -40,6 +39,7 @@ from smalti.plugins import (
 )
 from smalti.rundir import FAULTS_IN_A_ROW, RunDirectory, circuit_file, read_circuit
 from smalti.types import DistributedPlan
+from smalti_cluster.elastic.excluded import refuse_excluded
 
 if TYPE_CHECKING:
     from torch import nn

@@ -17,7 +17,6 @@ import psutil
 
 from smalti.errors import ExitCode, PreflightError, UserError
 from smalti.launch.agent import FIRST_RANK_VARIABLE
-from smalti.launch.elastic.messages import GENERATION_VARIABLE, GroupEnd, read_group_end
 from smalti.launch.folder import launch_folder, processes_of
 from smalti.launch.plan import DIGEST_VARIABLE, LaunchPlan
 from smalti.launch.standby import AGENT, StandbyLauncher
@@ -39,6 +38,7 @@ from smalti.system import (
     read_killed,
     signal_handler,
 )
+from smalti_cluster.elastic.messages import GENERATION_VARIABLE, GroupEnd, read_group_end
 
 POLL_SECONDS = 0.1
 _CHECK_SECONDS = 1.0
@@ -58,7 +58,7 @@ class Ended:
     """How the processes of this node ended. `final` is set if a signal or a request ended them: nothing starts them again.
 
     `ranks` are those that were started here, empty if this node was a spare. `group` is what the agent wrote about the other
-    nodes (`smalti.launch.elastic`), None if it wrote nothing.
+    nodes (`smalti_cluster.elastic`), None if it wrote nothing.
     """
 
     code: ExitCode

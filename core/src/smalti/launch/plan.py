@@ -20,14 +20,14 @@ import psutil
 
 from smalti.config import ONLY_ON_CUDA, PER_MACHINE, Config, LaunchOptions, TrainingOptions, accelerate_yaml
 from smalti.errors import PreflightError, UserError
-from smalti.launch.network import interface_settings
-from smalti.launch.node_watch import TIMEOUT_VARIABLE
 from smalti.parallel import in_bf16, is_rocm
 from smalti.plugins import Plugins
 from smalti.rundir import RunDirectory
 from smalti.system import atomic_write
 from smalti.training import ALLOCATOR_VARIABLES
 from smalti.types import DistributedPlan
+from smalti_cluster.nodes.network import interface_settings
+from smalti_cluster.nodes.node_watch import TIMEOUT_VARIABLE
 
 Launcher = Literal["in-process", "elastic", "accelerate"]
 

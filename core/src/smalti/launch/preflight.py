@@ -32,11 +32,6 @@ from smalti.config import (
 from smalti.data import PreparedData, check_caches, check_sources, ranks_scan, scan_data, scan_progress, total_steps
 from smalti.errors import ConfigError, ExitCode, GpuFaultError, TakenOverError
 from smalti.launch.checks import check_run, refuse_fault_loop
-from smalti.launch.elastic.group import Group
-from smalti.launch.elastic.sizes import possible_sizes
-from smalti.launch.network import check_known_address, check_main_address
-from smalti.launch.node_checks import check_separate_nodes
-from smalti.launch.nodes import Nodes, running_group
 from smalti.launch.plan import (
     LaunchPlan,
     allocator_settings,
@@ -46,7 +41,6 @@ from smalti.launch.plan import (
     write_launch_files,
     yaml_text,
 )
-from smalti.launch.schedulers.drain import stop_on_drain
 from smalti.launch.standby import StandbyLauncher
 from smalti.parallel import ImageSize, accelerator_kind, choose_precision, cost_of, cpu_notices, describe, describe_devices
 from smalti.planning import Forecast, forecast_of
@@ -54,6 +48,12 @@ from smalti.plugins import Plugins, choose_distributed
 from smalti.rundir import STOPPED_EARLY, RunDirectory, RunWriter, acquire, overview
 from smalti.system import Stopped, Terminated, exit_reports, importing, interrupt_main_thread
 from smalti.training import check_resumable
+from smalti_cluster.checks.preflight import check_separate_nodes
+from smalti_cluster.elastic.group import Group
+from smalti_cluster.elastic.sizes import possible_sizes
+from smalti_cluster.limits.drain import stop_on_drain
+from smalti_cluster.nodes.network import check_known_address, check_main_address
+from smalti_cluster.nodes.nodes import Nodes, running_group
 
 if TYPE_CHECKING:
     from smalti.models import ModelFamily

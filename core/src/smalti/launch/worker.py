@@ -16,8 +16,6 @@ from typing import cast
 
 from smalti.config import Config, restore
 from smalti.errors import ExitCode, UserError
-from smalti.launch.elastic.messages import Place
-from smalti.launch.elastic.sizes import for_nodes
 from smalti.launch.plan import DIGEST_VARIABLE, RESUME_VARIABLE
 from smalti.plugins import Plugins, Selection, load_plugins, schema_of
 from smalti.rundir import RunDirectory
@@ -37,6 +35,8 @@ from smalti.system import (
     record_hook_in,
     write_exit_report,
 )
+from smalti_cluster.elastic.messages import Place
+from smalti_cluster.elastic.sizes import for_nodes
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -38,7 +38,6 @@ from smalti.training.loss import DenoisingLoss
 from smalti.training.metrics import log_metrics, metrics_of
 from smalti.training.optim.ema import Ema
 from smalti.training.optim.lr_schedule import Cadence, build_scheduler
-from smalti.training.time_limit import TimeLimit
 from smalti.training.utilization import Memory, Utilisation, peak_of
 from smalti.types import (
     Block,
@@ -48,6 +47,7 @@ from smalti.types import (
     StopReason,
     World,
 )
+from smalti_cluster.limits.time_limit import TimeLimit
 
 _log = logging.getLogger(__name__)
 

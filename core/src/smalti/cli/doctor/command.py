@@ -11,8 +11,6 @@ from pathlib import Path
 import click
 
 from smalti.cli.arguments import CommandLine
-from smalti.cli.doctor.hosts import SSH, check_hosts
-from smalti.cli.doctor.nodes import check_this_node
 from smalti.cli.output import counted, print_table
 from smalti.cli.pages.help import Command
 from smalti.config import Config, RunOptions, as_toml
@@ -21,6 +19,8 @@ from smalti.errors import ConfigError, InvalidOptionError, UserError, problems_i
 from smalti.plugins import Plugins, load_plugins, selection_of
 from smalti.rundir import RunDirectory
 from smalti.types import Finding
+from smalti_cluster.checks.command import check_this_node
+from smalti_cluster.checks.hosts import SSH, check_hosts
 
 _COLOURS = {"ok": "green", "note": "cyan", "warning": "yellow", "error": "red"}
 _CONFIG_SECONDS = 300.0
