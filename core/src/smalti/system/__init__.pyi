@@ -6,6 +6,7 @@ from .exit_reports import (
     SIGNALLED as SIGNALLED,
     ExitReport as ExitReport,
     UnreturnedHook as UnreturnedHook,
+    allocated_ranks as allocated_ranks,
     describe as describe,
     exit_code_of as exit_code_of,
     hook_file as hook_file,

@@ -47,7 +47,6 @@ from smalti.types import (
     StopReason,
     World,
 )
-from smalti_cluster.limits.time_limit import TimeLimit
 
 _log = logging.getLogger(__name__)
 
@@ -91,7 +90,6 @@ class Run:
     cadence: Cadence
     checkpoints: CheckpointStore
     saver: Saver = field(init=False)
-    time_limit: TimeLimit = field(init=False)
     older_checkpoints: frozenset[str] = frozenset()
     """The names in the folder of checkpoints when the loop began: what other launches saved."""
     saved_step: int | None = None
@@ -132,8 +130,6 @@ class Run:
         )
         closing.callback(self.batches.close)
         self.held_out = self._held_out()
-        self.time_limit = TimeLimit(self.config, self.info.writer)
-        closing.callback(self.time_limit.close)
         self.recent, kind = SmoothedMetrics(), torch.device(self.world.device).type
         self.utilisation = Utilisation(
             family=self.family,

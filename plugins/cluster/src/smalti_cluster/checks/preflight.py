@@ -33,6 +33,7 @@ from smalti_cluster.checks.report import NodesReport
 from smalti_cluster.checks.service import Service
 from smalti_cluster.checks.speed import measure_devices
 from smalti_cluster.nodes.network import route_to
+from smalti_cluster.options import ClusterOptions, node_range
 
 SAY_SECONDS = 5.0
 """A wait that is longer is printed."""
@@ -63,10 +64,10 @@ def facts_of(config: Config, plugins: Plugins, devices: Callable[[], Message]) -
     return gather
 
 
-def identity(options: LaunchOptions) -> Identity:
+def identity(config: Config) -> Identity:
     return Identity(
-        machine_rank=options.machine_rank,
-        num_machines=options.node_range[1],
+        machine_rank=config[LaunchOptions].machine_rank,
+        num_machines=node_range(config)[1],
         host=socket.gethostname(),
         version=version("smalti"),
     )
@@ -90,7 +91,7 @@ def check_separate_nodes(directory: Path, config: Config, plugins: Plugins, kind
     Raises PreflightError if the nodes could not train together, or if they do not find each other in time.
     """
     options = config[LaunchOptions]
-    if options.num_machines == 1 or options.shared_output_dir or options.preflight == "off":
+    if options.num_machines == 1 or options.shared_output_dir or config[ClusterOptions].preflight == "off":
         return
     checks = NodeChecks(directory, config, plugins, kind)
     try:
@@ -104,10 +105,11 @@ class NodeChecks:
 
     def __init__(self, directory: Path, config: Config, plugins: Plugins, kind: str) -> None:
         self._options = options = config[LaunchOptions]
+        self._cluster, self._count = config[ClusterOptions], node_range(config)[1]
         self._directory = directory
         self._folder = directory / "nodes" if options.shared_output_dir else None
         self._port = options.main_process_port or DEFAULT_PORT
-        self._own = identity(options)
+        self._own = identity(config)
         self._actions = Actions(
             output_dir=directory,
             folder=self._folder,
@@ -119,7 +121,7 @@ class NodeChecks:
 
     @property
     def _active(self) -> bool:
-        return self._options.preflight != "off"
+        return self._cluster.preflight != "off"
 
     # --- node 0 -----------------------------------------------------------------------------------------------------
 
@@ -134,7 +136,7 @@ class NodeChecks:
     def connected(self) -> set[int]:
         """The nodes that take part. Raises PreflightError if a node was refused that has connected."""
         if self._service is None:
-            return set(range(self._options.node_range[1]))
+            return set(range(self._count))
         if problems := self._service.problems():
             self._end(problems)
             raise failure(problems)
@@ -147,7 +149,7 @@ class NodeChecks:
         """
         if self._service is None:
             return
-        path, full = self._directory / PREFLIGHT_REPORT, self._options.preflight == "full"
+        path, full = self._directory / PREFLIGHT_REPORT, self._cluster.preflight == "full"
         last = read_report(self._directory)
         report = check_nodes(self._service, bandwidth=full, devices=full, last=last, progress=_print)
         with suppress(OSError):
@@ -166,7 +168,7 @@ class NodeChecks:
     def gather(self, events: EventWriter | None) -> None:
         """Wait until all nodes have connected, then `run`. Only where nothing else is known about them."""
         self.listen()
-        seconds, notice, begun = self._options.rendezvous_timeout, Notice(), time.monotonic()
+        seconds, notice, begun = self._cluster.rendezvous_timeout, Notice(), time.monotonic()
         while missing := sorted(set(range(self._options.num_machines)) - self.connected()):
             names, waited = ", ".join(f"node {rank}" for rank in missing), time.monotonic() - begun
             if waited > seconds:
@@ -193,7 +195,7 @@ class NodeChecks:
     def take_part(self) -> None:
         """Connect to node 0 and wait until it lets this node start. Only where nothing else is known about it."""
         self.connect()
-        seconds, notice, begun = self._options.rendezvous_timeout, Notice(), time.monotonic()
+        seconds, notice, begun = self._cluster.rendezvous_timeout, Notice(), time.monotonic()
         assert self._agent is not None
         while self._agent.ended is None:
             self.raise_failure()

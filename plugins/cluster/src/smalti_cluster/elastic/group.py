@@ -9,26 +9,39 @@ directory is. So no node is needed for the run to continue. Importing this modul
 
 from __future__ import annotations
 
+import json
 import socket
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import cast
 
 from smalti.config import Config, LaunchOptions, RunOptions, TrainingOptions
 from smalti.errors import ExitCode, InUseError, UserError
-from smalti.launch.launcher import Ended, LaunchResult, received_signals, run_once
-from smalti.launch.plan import DEFAULT_PORT, RESUME_VARIABLE, LaunchPlan, yaml_text
-from smalti.launch.standby import StandbyLauncher
+from smalti.launch import (
+    CHOSEN_VARIABLE,
+    DEFAULT_PORT,
+    Ended,
+    LaunchPlan,
+    LaunchResult,
+    StandbyLauncher,
+    received_signals,
+    run_once,
+    yaml_text,
+)
 from smalti.rundir import ENDINGS, POLL_SECONDS, STALE_SECONDS, RunDirectory, RunWriter
 from smalti.system import atomic_write, ignore_later_signals, write_json_atomically
 from smalti_cluster.elastic.excluded import exclude
-from smalti_cluster.elastic.messages import GENERATION_FILE, Generation, GroupEnd, Place, read_generation
+from smalti_cluster.elastic.messages import GENERATION_FILE, Generation, GroupEnd, Place, read_generation, read_group_end
 from smalti_cluster.elastic.policy import decide, fault_of_node
 from smalti_cluster.elastic.sizes import Sizes
 from smalti_cluster.nodes.network import route_to
+from smalti_cluster.nodes.node_0 import LaunchOfNode0
+from smalti_cluster.options import ClusterOptions, node_range
 
 _TURN_SECONDS = 0.5
 """Nodes try one after another to become the host, so that two seldom meet."""
@@ -56,7 +69,8 @@ class Group:
         self._plan = plan
         self._acquire = acquire
         self._file = directory.path / GENERATION_FILE
-        self._several = self._options.node_range[1] > 1
+        self._cluster, self._most = config[ClusterOptions], node_range(config)[1]
+        self._several = self._most > 1
         self._received: list[int] = []
 
     def run(self, present: int, attempt: float | None, standby: StandbyLauncher | None) -> LaunchResult:
@@ -65,42 +79,58 @@ class Group:
             found = self._first(present) if self.writer is not None else self._next_of_host(attempt)
             while isinstance(found, Generation):
                 begun = time.time()
-                ended = self._run(found, begun, standby)
-                found, standby = self._after(found, ended, begun), None
+                ended, group = self._run(found, begun, standby)
+                found, standby = self._after(found, ended, group, begun), None
             ignore_later_signals()
         return found
 
     # --- one generation ---------------------------------------------------------------------------------------------
 
-    def _run(self, generation: Generation, begun: float, standby: StandbyLauncher | None) -> Ended:
+    def _run(self, generation: Generation, begun: float, standby: StandbyLauncher | None) -> tuple[Ended, GroupEnd | None]:
         config = self._sizes.configs[generation.used]
         plan = self._plan(config)
         if plan.accelerate_file is not None:
             atomic_write(plan.accelerate_file, yaml_text(plan.accelerate).encode())
         self._announce(generation, config)
-        resume = self._resume_from(generation)
-        variables = {RESUME_VARIABLE: resume} if resume else {}
-        if self._several:
-            place = Place(
-                generation=generation,
-                machine_rank=self._options.machine_rank,
-                name=f"node {self._options.machine_rank} ({socket.gethostname()})",
-                address=self._address(),
-                most=self._options.node_range[1],
-                seconds=self._options.rendezvous_timeout,
-                directory=str(self._directory.path),
-                begun=begun,
+        variables = {**plan.variables, CHOSEN_VARIABLE: json.dumps(self._chosen(generation, config))}
+        with tempfile.TemporaryDirectory(prefix="smalti-group-", ignore_cleanup_errors=True) as folder:
+            file = Path(folder, "end.json")
+            if self._several:
+                variables |= self._place(generation, begun, file).variables()
+                plan = replace(plan, ranks=range(0))  # which the agent learns
+            ended = run_once(
+                replace(plan, variables=variables),
+                self._directory,
+                self._received,
+                digest=self._config.digest,
+                writer=self.writer,
+                standby=standby,
+                ended_elsewhere=LaunchOfNode0(self._directory).stopped_early if self.writer is None else lambda: None,
             )
-            variables |= place.variables()
-        return run_once(
-            plan,
-            self._directory,
-            self._received,
-            digest=self._config.digest,
-            writer=self.writer,
-            standby=standby,
-            variables=variables,
+            return ended, read_group_end(file)
+
+    def _place(self, generation: Generation, begun: float, file: Path) -> Place:
+        return Place(
+            generation=generation,
+            machine_rank=self._options.machine_rank,
+            name=f"node {self._options.machine_rank} ({socket.gethostname()})",
+            address=self._address(),
+            most=self._most,
+            seconds=self._cluster.rendezvous_timeout,
+            directory=str(self._directory.path),
+            begun=begun,
+            end=str(file),
         )
+
+    def _chosen(self, generation: Generation, config: Config) -> dict[str, tuple[object, str]]:
+        """The values that the ranks of a generation use in place of the configured ones, each with the reason."""
+        found: dict[str, tuple[object, str]] = {}
+        for name in ("num_processes", "num_machines", "gradient_accumulation_steps"):
+            if config.value(name) != self._config.value(name):
+                found[name] = config.value(name), f"{_nodes(generation.used)} of {self._cluster.nodes or self._most}"
+        if resume := self._resume_from(generation):
+            found["resume_from_checkpoint"] = resume, "the newest of this launch"
+        return found
 
     def _announce(self, generation: Generation, config: Config) -> None:
         """Print what the generation is, but for the first one of all nodes; the host writes an event."""
@@ -134,9 +164,9 @@ class Group:
 
     # --- after it ---------------------------------------------------------------------------------------------------
 
-    def _after(self, generation: Generation, ended: Ended, begun: float) -> Generation | LaunchResult:
+    def _after(self, generation: Generation, ended: Ended, group: GroupEnd | None, begun: float) -> Generation | LaunchResult:
         """The next generation, or the result of this node."""
-        code, message, group = ended.code, ended.message, ended.group
+        code, message = ended.code, ended.message
         if ended.final:
             return code, message
         if group is not None and group.end is not None:
@@ -177,8 +207,8 @@ class Group:
         assert self.writer is not None
         step = self._step()
         restarts = 1 if step > last.step else last.restarts + 1
-        if restarts > self._options.restarts:
-            again = f"--max_restarts={self._options.restarts}"
+        if restarts > self._cluster.restarts:
+            again = f"--max_restarts={self._cluster.restarts}"
             return code, f"{message}\n  the group is not started again: no step since {last.restarts} restarts ({again})"
         following = replace(
             last, number=last.number + 1, present=present, message=message.partition("\n")[0], step=step, restarts=restarts

@@ -18,7 +18,6 @@ from smalti.system import write_json_atomically
 GENERATION_VARIABLE = GROUP_VARIABLE
 """The environment variable with the place of this node in its generation: only where a group can start again."""
 GENERATION_FILE = Path("nodes", "generation.json")
-_GROUP_END = "group.json"
 
 Decision = Literal["again", "leave", "end"]
 """What a node does after a generation: it takes part in the next one, it leaves the others to it, or the run is over."""
@@ -64,7 +63,8 @@ def read_generation(directory: Path) -> Generation | None:
 @dataclass(frozen=True, kw_only=True)
 class Place:
     """A node in a generation. `address` is its own, `most` the number of nodes that the run may have, `seconds` how long it
-    waits for the others, `directory` that of the run, `begun` when it was started (in unix seconds).
+    waits for the others, `directory` that of the run, `begun` when it was started (in unix seconds), `end` the file for its
+    `GroupEnd`.
     """
 
     generation: Generation
@@ -75,6 +75,7 @@ class Place:
     seconds: int
     directory: str
     begun: float
+    end: str
 
     @property
     def is_host(self) -> bool:
@@ -115,15 +116,15 @@ class GroupEnd:
     def ranks(self) -> range:
         return range(self.first_rank, self.first_rank + self.count)
 
-    def write(self, folder: Path) -> None:
+    def write(self, file: str) -> None:
         with suppress(OSError):
-            write_json_atomically(folder / _GROUP_END, asdict(self))
+            write_json_atomically(Path(file), asdict(self))
 
 
-def read_group_end(folder: Path) -> GroupEnd | None:
+def read_group_end(file: Path) -> GroupEnd | None:
     """What the agent wrote; None if it wrote nothing, or if the group cannot start again."""
     try:
-        content = json.loads((folder / _GROUP_END).read_bytes())
+        content = json.loads(file.read_bytes())
         for name in ("left", "lost", "again", "end"):
             content[name] = tuple(content[name]) if content[name] is not None else None
         return GroupEnd(**content)

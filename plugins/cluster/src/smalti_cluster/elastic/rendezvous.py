@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from smalti.errors import ExitCode
+from smalti.launch import summarize_exits
 from smalti.system import FOLDER_VARIABLE, preallocate, read_exit_reports, read_hooks, read_killed
 from smalti_cluster.elastic.messages import GroupEnd, Place
 from smalti_cluster.elastic.policy import decide, fault_of_node
@@ -165,8 +166,6 @@ class GroupMember:
 
     def finish(self, status: int) -> None:
         """Post what this node does next, once its ranks have ended. On the host: wait until all others have."""
-        from smalti.launch.launcher import summarize_exits
-
         end_watch()
         folder, end, place = self._folder, self._end, self._place
         message, code = end.error, ExitCode.KILLED
@@ -181,7 +180,7 @@ class GroupMember:
             if place.is_host and self._end.decision != "end":
                 with suppress(Exception):
                     self._collect()
-        self._end.write(folder)
+        self._end.write(place.end)
 
     def _post(self, text: str) -> None:
         """Write to the store, for `STORE_SECONDS` at most: if the link to the host is cut, torch waits for much longer."""

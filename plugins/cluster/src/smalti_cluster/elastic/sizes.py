@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from smalti.config import Config, DataOptions, LaunchOptions, TrainingOptions
 from smalti.errors import ConfigError, Problem, UserError
 from smalti.plugins import Plugins, check_strategy, choose_distributed, plugin_problems
+from smalti_cluster.options import ClusterOptions, node_range
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +35,7 @@ class Sizes:
 def possible_sizes(config: Config, plugins: Plugins) -> Sizes:
     """Which numbers of nodes of `--nodes=MIN:MAX` can be used. Raises ConfigError if there is none."""
     configs, refused = {}, {}
-    least, most = config[LaunchOptions].node_range
+    least, most = node_range(config)
     for nodes in range(least, most + 1):
         try:
             changed = for_nodes(config, plugins, nodes)
@@ -59,10 +60,8 @@ def for_nodes(config: Config, plugins: Plugins, nodes: int) -> Config:
     local = launch.num_processes // launch.num_machines
     accumulation = config[TrainingOptions].gradient_accumulation_steps
     effective = batch * accumulation * (launch.num_processes // choose_distributed(config, plugins).context)
-    why = f"{_nodes(nodes)} of {launch.nodes or launch.num_machines}"
-    changed = config
-    for name, value in (("num_processes", nodes * local), ("num_machines", nodes)):
-        changed = changed.chosen(name, value, why)
+    why = f"{_nodes(nodes)} of {config[ClusterOptions].nodes or launch.num_machines}"
+    changed = config.chosen("num_processes", nodes * local, why).chosen("num_machines", nodes, why)
     context = choose_distributed(changed, plugins).context
     if nodes * local % context:
         raise UserError(f"{nodes * local} ranks do not divide by --context_parallel_size={context}")

@@ -15,7 +15,7 @@ from typing import TypeVar
 
 import click
 
-from smalti.cli import CommandLine, Group, write_file
+from smalti.cli import CommandLine, Group, pop_flag, write_file
 from smalti.config import Config
 from smalti.errors import ExitCode, UserError
 from smalti.plugins import check

@@ -5,8 +5,9 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from smalti.config import Config, LaunchOptions, RunOptions
-from smalti.errors import UserError
+from smalti import Config, UserError
+from smalti.config import LaunchOptions, RunOptions
+from smalti_cluster.options import ClusterOptions, is_elastic
 
 DEFAULT_GRACE = 300
 """Seconds between the notice of a scheduler and the end, if `--grace_seconds` is not given."""
@@ -41,7 +42,7 @@ def job_of(
     A job that is `limited` in time stops `STOP_BEFORE` its end if the configuration does not say when.
     Raises UserError if the number of GPUs is unknown, or does not fit the number of ranks.
     """
-    launch, run = config[LaunchOptions], config[RunOptions]
+    launch, run, cluster = config[LaunchOptions], config[RunOptions], config[ClusterOptions]
     nodes = nodes or launch.num_machines
     given = not config.is_default("num_processes")
     if launch.use_cpu:
@@ -58,9 +59,9 @@ def job_of(
             f"num_processes={launch.num_processes} is not {per_node} on each of {nodes} nodes",
             fix=f"--num_processes={processes}",
         )
-    grace = DEFAULT_GRACE if run.grace_seconds is None else run.grace_seconds
-    own = [f"--grace_seconds={grace}"] if run.grace_seconds is None else []
-    own += [f"--stop_before={STOP_BEFORE}"] if limited and run.stop_before is None else []
+    grace = DEFAULT_GRACE if cluster.grace_seconds is None else cluster.grace_seconds
+    own = [f"--grace_seconds={grace}"] if cluster.grace_seconds is None else []
+    own += [f"--stop_before={STOP_BEFORE}"] if limited and cluster.stop_before is None else []
     return Job(
         name=job_name(name or (run.output_dir.name if run.output_dir is not None else "") or "smalti"),
         words=(*words, *own),
@@ -69,7 +70,7 @@ def job_of(
         processes=processes,
         gpus=0 if launch.use_cpu else per_node,
         grace=grace,
-        elastic=launch.elastic,
+        elastic=is_elastic(config),
     )
 
 

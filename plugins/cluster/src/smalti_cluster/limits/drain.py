@@ -11,11 +11,18 @@ from contextlib import contextmanager
 
 import click
 
-from smalti.config import Config, RunOptions
+from smalti import Config
 from smalti.system import preemption_signals
+from smalti_cluster.options import ClusterOptions
 from smalti_cluster.schedulers.slurm import node_is_leaving
 
 CHECK_SECONDS = 60.0
+
+
+def is_watched(config: Config, environment: Mapping[str, str] = os.environ) -> bool:
+    """Whether this process is in a job of SLURM that can be asked about this node, unless the options refuse it."""
+    in_job = "SLURM_JOB_ID" in environment and "SLURMD_NODENAME" in environment
+    return in_job and config[ClusterOptions].stop_on_drain and shutil.which("scontrol") is not None
 
 
 @contextmanager
@@ -27,8 +34,7 @@ def stop_on_drain(
     Does nothing outside of a job of SLURM, with `--no_stop_on_drain`, and where there is no scontrol.
     """
     environment = os.environ if environment is None else environment
-    watched = "SLURM_JOB_ID" in environment and "SLURMD_NODENAME" in environment
-    if not watched or not config[RunOptions].stop_on_drain or shutil.which("scontrol") is None:
+    if not is_watched(config, environment):
         yield
         return
     ended = threading.Event()

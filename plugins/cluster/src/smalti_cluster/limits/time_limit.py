@@ -6,19 +6,12 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
-from smalti.config import CheckpointOptions, Config, RunOptions
-from smalti.errors import UserError
-from smalti.plugins import warn
-from smalti.rundir import RunWriter
-from smalti.types import StopReason
+from smalti import Config, RunState, StepBoundary, StopReason, UserError
+from smalti.config import CheckpointOptions
+from smalti.rundir import Phase, RunWriter
+from smalti_cluster.options import ClusterOptions
 from smalti_cluster.schedulers.slurm import seconds_left
-
-if TYPE_CHECKING:
-    from smalti.training.run import Run
 
 UNKNOWN_SAVE = 60.0
 """Seconds that a save is expected to take before one was measured."""
@@ -28,11 +21,10 @@ _ASK_SECONDS = 300.0
 
 
 class TimeLimit:
-    """The end of this launch, and how long steps, validations and saves take. It decides on the main rank, for all ranks."""
+    """The end of this launch, and how long steps, validations and saves take. On the main rank, which decides for all."""
 
-    def __init__(self, config: Config, writer: RunWriter | None) -> None:
-        options = config[RunOptions]
-        self._acts = writer is not None
+    def __init__(self, config: Config, writer: RunWriter) -> None:
+        options = config[ClusterOptions]
         self._margin, self._grace = options.stop_before, options.grace_seconds
         self._in_background = config[CheckpointOptions].checkpoint_async
         self._end: float | None = None
@@ -41,10 +33,8 @@ class TimeLimit:
         self._steps: deque[float] = deque(maxlen=_STEPS)
         self._boundary: float | None = None
         self._validation, self._validated = 0.0, 0.0
-        self._save: float | None = None
+        self._validates_since: float | None = None
         self._closed = threading.Event()
-        if writer is None:
-            return
         last = writer.directory.latest("checkpoint")
         self._save = last.number("seconds") if last is not None else None
         if options.time_limit is not None:
@@ -73,64 +63,58 @@ class TimeLimit:
         """Note how long a save took."""
         self._save = max(seconds, self._save or 0.0)
 
-    @contextmanager
-    def validating(self) -> Iterator[None]:
-        """Note how long a validation or evaluation takes."""
-        begun = time.monotonic()
-        yield
-        self._validated = time.monotonic() - begun
-        self._validation = max(self._validation, self._validated)
+    def entered(self, phase: Phase) -> None:
+        """Note how long validations and evaluations take."""
+        if self._validates_since is not None:
+            self._validated += time.monotonic() - self._validates_since
+            self._validation = max(self._validation, self._validated)
+        self._validates_since = time.monotonic() if phase.name in ("validating", "evaluating") else None
 
     # --- deciding ---------------------------------------------------------------------------------------------------
 
-    def check(self, run: Run) -> None:
-        """At a step boundary: ask all ranks to stop if the next one comes too late for a save."""
+    def check(self, state: RunState, boundary: StepBoundary) -> None:
+        """Ask all ranks to stop if the next boundary comes too late for a save; without a save if there is no time for it."""
+        if boundary.agreed is not StopReason.NONE:
+            self._check_save(state)
+            return
         now = time.monotonic()
         if self._boundary is not None:
             self._steps.append(now - self._boundary - self._validated)
         self._boundary, self._validated = now, 0.0
-        state = run.state
-        if not self._acts or state.step >= state.max_steps:
+        if state.step >= state.max_steps:
             return
         if self._unknown:
             self._unknown, self._margin = False, None
             message = "--stop_before has no effect: the time limit of this launch is unknown"
-            warn(run.plugins, state, message, UserError(message, fix="--time_limit=24h, or the limit of the job"))
+            boundary.warn(message, UserError(message, fix="--time_limit=24h, or the limit of the job"))
         if state.stop_reason is StopReason.NONE and self._end is not None and self._margin is not None:
-            needed, left = self._until_saved(run), self._end - now - self._margin
+            needed, left = self._until_saved(boundary), self._end - now - self._margin
             if needed > left:
                 self._stopped = True
                 why = f"the next step and a save need {needed:.0f} s, and {max(left, 0):.0f} s are left for them"
                 message = f"preempted at step {state.step} of {state.max_steps} by the time limit: {why}"
                 state.request_stop(StopReason.PREEMPTED, message)
 
-    def too_late(self, run: Run) -> bool:
-        """Whether a save would not end in time, at a boundary at which the ranks have agreed that the run is preempted.
+    def _check_save(self, state: RunState) -> None:
+        """Ask for a stop without a save if it would not end in time. Until one was measured it is assumed to end in time."""
+        left, limit = self._left(state, time.monotonic())
+        if self._save is not None and left is not None and self._save > left:
+            why = f"the last save took {self._save:.1f} s, and {max(left, 0):.1f} s are left of {limit}"
+            message = f"preempted at step {state.step} of {state.max_steps} without a checkpoint of it: {why}"
+            state.request_stop(StopReason.UNSAVED, message)
 
-        The main rank then asks for a stop without one. Until a save was measured it is assumed to end in time.
-        """
-        left, limit = self._left(run, time.monotonic())
-        if not self._acts or self._save is None or left is None or self._save <= left:
-            return False
-        why = f"the last save took {self._save:.1f} s, and {max(left, 0):.1f} s are left of {limit}"
-        message = f"preempted at step {run.state.step} of {run.state.max_steps} without a checkpoint of it: {why}"
-        run.state.request_stop(StopReason.UNSAVED, message)
-        return True
-
-    def _until_saved(self, run: Run) -> float:
+    def _until_saved(self, boundary: StepBoundary) -> float:
         """Seconds to the end of a save after the next step. An earlier save that is not finished comes first."""
-        due = run.cadence.should_save(run.state)
-        saves = 2 if self._in_background and (due or run.saver.is_pending) else 1
-        validates = run.cadence.should_validate(run.state) or run.cadence.should_evaluate(run.state)
-        validation = self._validation if validates else 0.0
+        saves = 2 if self._in_background and (boundary.saves or boundary.saving) else 1
+        validation = self._validation if boundary.validates else 0.0
         return validation + max(self._steps, default=0.0) + saves * (self._save or UNKNOWN_SAVE)
 
-    def _left(self, run: Run, now: float) -> tuple[float | None, str]:
+    def _left(self, state: RunState, now: float) -> tuple[float | None, str]:
         """Seconds to the end of the process, and what ends it; None if that is unknown."""
         found = []
         if self._end is not None:
             found.append((self._end - now, "the time limit"))
         if self._grace is not None and not self._stopped:
-            since = now if run.state.stop_requested_at is None else run.state.stop_requested_at
+            since = now if state.stop_requested_at is None else state.stop_requested_at
             found.append((since + self._grace - now, f"--grace_seconds={self._grace}"))
         return min(found) if found else (None, "")

@@ -16,8 +16,9 @@ from typing import Any
 
 import psutil
 
+from smalti import Config, PreflightError
 from smalti.config import LaunchOptions
-from smalti.errors import PreflightError
+from smalti_cluster.options import ClusterOptions, is_elastic
 
 GLOO_VARIABLE, NCCL_VARIABLE = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
 _POLL_SECONDS = 0.5
@@ -62,35 +63,36 @@ def own_addresses() -> list[str]:
     return sorted({text for text in found if (known := _parsed(text)) and not (known.is_loopback or known.is_link_local)})
 
 
-def interface_settings(options: LaunchOptions, environment: Mapping[str, str]) -> dict[str, str]:
+def interface_settings(config: Config, environment: Mapping[str, str]) -> dict[str, str]:
     """The variables that name the interface to gloo and NCCL on a node of several; those that the user has set are left out.
 
     Empty if the route is not known, as where a launch is planned on a machine outside of that network.
     """
-    wanted = {GLOO_VARIABLE, NCCL_VARIABLE} - environment.keys()
+    options, wanted = config[LaunchOptions], {GLOO_VARIABLE, NCCL_VARIABLE} - environment.keys()
     try:
         interface = route_to(options.main_process_ip or "") if wanted else None
     except OSError:
         interface = None
-    if interface is None or (_is_node_0(options) and not _is_own(options.main_process_ip or "")):
+    if interface is None or (_is_node_0(config) and not _is_own(options.main_process_ip or "")):
         return {}
     # NCCL takes a name for the beginning of names, unless it follows a "=".
     values = {GLOO_VARIABLE: interface.name, NCCL_VARIABLE: f"={interface.name}"}
     return {name: value for name, value in values.items() if name in wanted}
 
 
-def check_main_address(options: LaunchOptions, environment: Mapping[str, str]) -> str:
+def check_main_address(config: Config, environment: Mapping[str, str]) -> str:
     """Through which interface this node connects to the others, as text; "" for a single node.
 
     Raises PreflightError if the address of node 0 cannot be right on this node: it does not resolve, has no route, is that of
     the loopback for a host name, or on node 0 is not its own.
     """
+    options = config[LaunchOptions]
     address = options.main_process_ip
     if options.num_machines == 1 or address is None:
         return ""
     has = f"this node has {', '.join(own_addresses()) or 'none'}"
     try:
-        places = _places(address, 0 if options.machine_rank == 0 else options.rendezvous_timeout)
+        places = _places(address, 0 if options.machine_rank == 0 else config[ClusterOptions].rendezvous_timeout)
     except OSError as error:
         message = f"main_process_ip={address} does not resolve on this node: {error.strerror or error}"
         raise PreflightError(message, fix="give the address of node 0 as a number, or enter the name in /etc/hosts") from error
@@ -108,7 +110,7 @@ def check_main_address(options: LaunchOptions, environment: Mapping[str, str]) -
             f"main_process_ip={address} is {', '.join(places)} on this node: the loopback, which no other node reaches",
             fix=f"give the address of node 0 as a number ({has}), or remove the name from the line {places[0]} of /etc/hosts",
         )
-    if _is_node_0(options) and not _is_own(address):
+    if _is_node_0(config) and not _is_own(address):
         raise PreflightError(
             f"main_process_ip={address} is not an address of this node, which is node 0; {has}",
             fix=f"give one of these on all nodes, or start node 0 where {address} is; {GLOO_VARIABLE} and {NCCL_VARIABLE} name "
@@ -118,16 +120,16 @@ def check_main_address(options: LaunchOptions, environment: Mapping[str, str]) -
     return f"{how}{only}"
 
 
-def check_known_address(options: LaunchOptions, environment: Mapping[str, str]) -> None:
+def check_known_address(config: Config, environment: Mapping[str, str]) -> None:
     """`check_main_address` for a node that is going to wait for node 0, unless the name of node 0 does not resolve yet."""
     with suppress(OSError):
-        _resolved(options.main_process_ip or "")
-        check_main_address(options, environment)
+        _resolved(config[LaunchOptions].main_process_ip or "")
+        check_main_address(config, environment)
 
 
-def _is_node_0(options: LaunchOptions) -> bool:
+def _is_node_0(config: Config) -> bool:
     """Whether this node has to have the address; in an elastic launch another one can take the place of node 0."""
-    return options.machine_rank == 0 and not options.elastic
+    return config[LaunchOptions].machine_rank == 0 and not is_elastic(config)
 
 
 def _places(address: str, seconds: float) -> list[str]:

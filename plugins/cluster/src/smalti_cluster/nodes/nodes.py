@@ -30,6 +30,7 @@ from smalti.rundir import POLL_SECONDS, EventWriter, RunDirectory
 from smalti.system import write_json_atomically
 from smalti_cluster.checks.preflight import NodeChecks, Notice
 from smalti_cluster.elastic.messages import Generation, read_generation
+from smalti_cluster.options import ClusterOptions, is_elastic, node_range
 from smalti_cluster.schedulers.hostlist import expand_hostlist
 
 _CHECK_SECONDS = 2.0
@@ -85,7 +86,8 @@ class Nodes:
         self._checks = NodeChecks(directory.path, config, plugins, kind)
         self._notice = Notice()
         self._announced = 0.0
-        self._least, self.present = self._options.node_range
+        self._least, self.present = node_range(config)
+        self._timeout, self._elastic = config[ClusterOptions].rendezvous_timeout, is_elastic(config)
         self._others = set(range(self.present)) - {self._options.machine_rank}
         self._own = Node(
             machine_rank=self._options.machine_rank,
@@ -137,7 +139,7 @@ class Nodes:
         Raises ConfigError if one of them has other options, plugins or another version, PreflightError if one does not come or
         if they could not train together.
         """
-        seconds = self._options.rendezvous_timeout
+        seconds = self._timeout
         for waited in _waiting():
             present = self._present()
             self._compare(present)
@@ -190,9 +192,9 @@ class Nodes:
         """Wait until node 0 has the run directory. Raises PreflightError if it does not, or if it has another one."""
         if running_group(self._directory) is not None:
             return
-        if not self._options.elastic or running_group(self._directory) is None:
+        if not self._elastic or running_group(self._directory) is None:
             self._checks.connect()
-        wait_for_node_0(self._directory, self._options.rendezvous_timeout, self._checks.raise_failure)
+        wait_for_node_0(self._directory, self._timeout, self._checks.raise_failure)
 
     def join(self) -> None:
         """Wait until node 0 starts with this node.
@@ -210,11 +212,11 @@ class Nodes:
             raise
 
     def _join(self) -> None:
-        if self._options.elastic and (running := running_group(self._directory)) is not None:
+        if self._elastic and (running := running_group(self._directory)) is not None:
             self.announce(running.attempt)  # later than the others: for the next generation
             return
         self._checks.connect()
-        for waited in _while_node_0_lives(self._directory, self._options.rendezvous_timeout):
+        for waited in _while_node_0_lives(self._directory, self._timeout):
             self._checks.raise_failure()
             attempt = self._attempt()
             if attempt is not None and attempt != self._own.attempt:
