@@ -14,6 +14,7 @@ from smalti_cluster.elastic.messages import Generation, GroupEnd, Place, read_gr
 from smalti_cluster.elastic.policy import decide, fault_of_node
 from smalti_cluster.elastic.rendezvous import LOST_SECONDS, KeepAlives
 from smalti_cluster.elastic.sizes import possible_sizes
+from smalti_cluster.options import ClusterOptions, is_elastic, node_range
 
 FAULT = CircuitFault(kind="ecc", time=1000.0, step=7, host=socket.gethostname(), rank=3, uuid="GPU-1", message="row 4")
 
@@ -57,12 +58,16 @@ def test_a_range_that_is_none_is_refused(configure, nodes):
 
 
 def test_options_of_the_range(configure):
-    found = [configure(*flags.split())[LaunchOptions] for flags in ("--nodes=2:4", "--nodes=3", "--num_machines=2", "")]
-    assert [(one.num_machines, one.node_range, one.restarts, one.elastic) for one in found] == [
+    found = [
+        configure(*flags.split()) for flags in ("--nodes=2:4", "--nodes=3", "--num_machines=2", "--nodes=2:4 --num_machines=3")
+    ]
+    assert [
+        (one[LaunchOptions].num_machines, node_range(one), one[ClusterOptions].restarts, is_elastic(one)) for one in found
+    ] == [
         (4, (2, 4), 3, True),
         (3, (3, 3), 0, False),
         (2, (2, 2), 0, False),
-        (1, (1, 1), 0, False),
+        (3, (2, 4), 3, True),
     ]
 
 
@@ -112,13 +117,22 @@ def test_a_node_is_lost_when_its_keep_alive_does_not_change_whatever_its_clock_s
 def test_what_launcher_and_agent_pass_on_arrives(tmp_path, monkeypatch):
     generation = Generation(number=2, attempt=1.5, host=1, address="::1", port=7, present=3, used=2, checkpoints=("step-1",))
     place = Place(
-        generation=generation, machine_rank=2, name="n", address="a", most=4, seconds=5, directory="d", begun=time.time()
+        generation=generation,
+        machine_rank=2,
+        name="n",
+        address="a",
+        most=4,
+        seconds=5,
+        directory="d",
+        begun=time.time(),
+        end="e",
     )
     assert Place.of_process() is None
     monkeypatch.setenv(*next(iter(place.variables().items())))
     found = Place.of_process()
     assert (replace(found, generation=generation), found.generation.number) == (place, 2)
     end = GroupEnd(first_rank=4, count=2, decision="leave", again=(0, 1), lost=("node 3",), end=(1, "failed"))
-    assert read_group_end(tmp_path) is None
-    end.write(tmp_path)
-    assert (read_group_end(tmp_path), end.ranks) == (end, range(4, 6))
+    file = tmp_path / "end.json"
+    assert read_group_end(file) is None
+    end.write(str(file))
+    assert (read_group_end(file), end.ranks) == (end, range(4, 6))

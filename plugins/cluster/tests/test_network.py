@@ -6,8 +6,7 @@ import socket
 import psutil
 import pytest
 
-from smalti.config import LaunchOptions
-from smalti.errors import PreflightError
+from smalti import Config, PreflightError
 from smalti_cluster.nodes.network import Interface, check_main_address, interface_settings, own_addresses, route_to
 
 LOOPBACK = next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
@@ -15,10 +14,10 @@ UNUSED = "203.0.113.7"
 """An address that is reserved for documentation."""
 
 
-def options(configure, address: str, *, node: int = 0) -> LaunchOptions:
+def options(configure, address: str, *, node: int = 0) -> Config:
     flags = ("--num_processes=4", "--num_machines=2", f"--machine_rank={node}", f"--main_process_ip={address}")
     flags = (*flags, "--rendezvous_timeout=1")
-    return configure(*flags)[LaunchOptions]
+    return configure(*flags)
 
 
 def addresses() -> list[tuple[str, str]]:
@@ -50,7 +49,7 @@ def test_no_interface_is_chosen_for_a_node_0_elsewhere(configure):
 
 
 def test_an_address_of_this_node_is_accepted_and_its_interface_named(configure):
-    assert check_main_address(configure()[LaunchOptions], {}) == ""
+    assert check_main_address(configure(), {}) == ""
     for interface, address in addresses():
         assert f"{interface} ({address})" in check_main_address(options(configure, address), {})
     assert "all nodes have to be on this machine" in check_main_address(options(configure, "127.0.0.1"), {})

@@ -4,6 +4,7 @@ import pytest
 
 from smalti.config import GROUPS, LaunchOptions, Schema, resolve
 from smalti.errors import ConfigError
+from smalti_cluster.options import GROUP
 
 STEP = {
     "SLURM_JOB_ID": "42",
@@ -24,7 +25,7 @@ def nodes(write):
 
     def resolved(environment, *flags: str, file: str = "", yaml: str = ""):
         user = f"--accelerate_config={write('user.yaml', YAML + yaml) if yaml else 'none'}"
-        config = resolve(Schema(GROUPS), (user, *flags), file=write("run.toml", file), environment=environment)
+        config = resolve(Schema((*GROUPS, GROUP)), (user, *flags), file=write("run.toml", file), environment=environment)
         launch = config[LaunchOptions]
         rank, main = launch.machine_rank, (launch.main_process_ip, launch.main_process_port)
         return config, (launch.num_processes, launch.num_machines, rank, *main)

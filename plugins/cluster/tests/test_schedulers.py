@@ -5,7 +5,9 @@ import os
 import pytest
 from hypothesis import given, strategies as st
 
-from smalti.system import expand_hostlist, node_is_leaving, read_time, scheduled_nodes, seconds_left
+from smalti_cluster.schedulers.environment import scheduled_nodes
+from smalti_cluster.schedulers.hostlist import expand_hostlist
+from smalti_cluster.schedulers.slurm import node_is_leaving, read_time, seconds_left
 
 STEP = {
     "SLURM_JOB_ID": "3042",

@@ -27,7 +27,7 @@ class LostPeers:
 
     nodes: Mapping[int, str] = field(default_factory=dict)
     ranks: Mapping[int, str] = field(default_factory=dict)
-    fix: str = ""
+    fix: str = field(default="", compare=False)
 
 
 def write_lost_peers(peers: LostPeers) -> None:

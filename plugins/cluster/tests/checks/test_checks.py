@@ -22,7 +22,7 @@ from smalti_cluster.checks.report import NodesReport
 from smalti_cluster.checks.service import Service, gather_nodes
 from support.node_agent import actions_of, measurement
 
-SCRIPT = Path(__file__).parents[3] / "support" / "node_agent.py"
+SCRIPT = Path(__file__).parents[4] / "tests" / "support" / "node_agent.py"
 CLOCK = """
 #define _GNU_SOURCE
 #include <dlfcn.h>

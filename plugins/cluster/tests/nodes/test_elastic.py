@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from smalti.rundir import RunDirectory
 from support.nodes.runs import Run
 
-PROBE = Path(__file__).parents[1] / "e2e" / "probe"
+PROBE = Path(__file__).parents[4] / "tests" / "e2e" / "probe"
 LAST = 40
 BATCH = {"num_processes": 2, "gradient_accumulation_steps": 1, "max_train_steps": LAST}
 

@@ -10,7 +10,7 @@ import pytest
 from smalti.checkpoint import SUSPECT, CheckpointStore, verify
 from support.nodes.runs import Run
 
-PROBE = Path(__file__).parents[1] / "e2e" / "probe"
+PROBE = Path(__file__).parents[4] / "tests" / "e2e" / "probe"
 
 
 def newest(run):

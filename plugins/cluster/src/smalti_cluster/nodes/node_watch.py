@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 TIMEOUT_VARIABLE = "SMALTI_NODE_TIMEOUT"
 """The environment variable with the option `--node_timeout`, in seconds."""
-_FIX = "check that node and its network; --node_timeout says how long it may be silent"
+FIX = "check that node and its network; --node_timeout says how long it may be silent"
 _SECONDS = 1.0
 _PAUSE_SECONDS = 5.0
 """After this time without running, this process was stopped itself, and has to begin to watch anew."""
@@ -158,7 +158,7 @@ class NodeWatch:
             if not new and ranks.keys() <= self._reported.ranks.keys():
                 return
             self._reported = LostPeers(
-                nodes={**nodes, **self._reported.nodes}, ranks={**ranks, **self._reported.ranks}, fix=_FIX
+                nodes={**nodes, **self._reported.nodes}, ranks={**ranks, **self._reported.ranks}, fix=FIX
             )
             write_lost_peers(self._reported)
         for why in new:
