@@ -10,9 +10,9 @@ import sys
 import time
 from pathlib import Path
 
-from smalti.doctor.nodes.agent import Actions, Agent, Identity
-from smalti.doctor.nodes.channel import Message
-from smalti.doctor.nodes.facts import node_facts
+from smalti_cluster.checks.agent import Actions, Agent, Identity
+from smalti_cluster.checks.channel import Message
+from smalti_cluster.checks.facts import node_facts
 
 FACTS: Message = {
     "plugins": ["toy 1.0"],

@@ -10,6 +10,7 @@ The hooks in the order of a run:
       register_caches            what `smalti cache` lists and clears
       check_config               all problems of a configuration, before anything is launched
       configure_distributed      the strategy (DDP, FSDP, ...) and how its processes are launched
+      configure_launch           where the ranks start, if that is more than one node
     on every rank
       configure_distributed      again, with the same result; then its `Parallel` is created
       on_rank_start              the ranks are connected
@@ -25,6 +26,7 @@ The hooks in the order of a run:
           on_step_end
           log_metrics            every `--log_interval` steps, on the main rank
           save_checkpoint        in a thread, while training continues
+          on_step_boundary       before the ranks agree on what comes next: saving, validating, stopping
           on_checkpoint          at a step boundary, once the checkpoint is complete (or on_checkpoint_failed)
           on_validation          after validation images were generated
           on_evaluation          after the loss on held-out images was measured
@@ -80,12 +82,14 @@ from smalti.types import (
     FaultAction,
     Finding,
     GpuFault,
+    LaunchEntry,
     MetadataEntry,
     OptimizerEntry,
     Outcome,
     RankInfo,
     RunInfo,
     RunState,
+    StepBoundary,
     StepResult,
     StorageEntry,
     Strategy,
@@ -195,6 +199,14 @@ class HookSpecs:
         """
         raise NotImplementedError
 
+    @_spec
+    def configure_launch(self, config: Config) -> LaunchEntry | None:
+        """gather: this plugin's way to start the ranks if this launch needs it, or None. Two entries are an error.
+
+        Called in the launcher. Without an entry, the core starts the ranks of one node, and refuses a launch on several.
+        """
+        raise NotImplementedError
+
     # --- building: on every rank, in this order ---------------------------------------------------------------------
 
     @_decide
@@ -261,6 +273,15 @@ class HookSpecs:
         """notify: one optimizer step was done, or was skipped. On every rank; may call the `request_` methods of `state`.
 
         Called for every step: keep it below a millisecond.
+        """
+        raise NotImplementedError
+
+    @_spec
+    def on_step_boundary(self, state: RunState, boundary: StepBoundary) -> None:
+        """notify: the ranks are about to agree on what follows the last step. On every rank; may call `state.request_stop`.
+
+        Called again if they have agreed to stop with PREEMPTED, and while the run is paused. Another request then counts. Keep
+        it below a millisecond.
         """
         raise NotImplementedError
 

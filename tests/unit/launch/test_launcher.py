@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import textwrap
@@ -211,15 +210,6 @@ def test_environment_and_secrets_reach_the_workers(directory):
     found = plan(code, environment={"OMP_NUM_THREADS": "7"}, secrets={"SMALTI_KEY": "-hunter" + "2"})
     assert run_workers(found, directory) == (ExitCode.DONE, "7-hunter2")
     assert "-hunter2" not in json.dumps(found.as_json()) + repr(found)
-
-
-def test_a_port_that_is_taken_is_found_out_before_anything_starts(directory):
-    with socket.socket() as taken:
-        taken.bind(("", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
-        with pytest.raises(PreflightError, match=f"port {port} of this node cannot be used"):
-            run_workers(plan("leave(0, 0, 'ran')", port=port), directory)
 
 
 AGENT = """

@@ -66,34 +66,11 @@ def test_two_runs_on_one_machine_do_not_share_a_port(configure):
 
 def test_ranks_of_one_machine_meet_on_the_loopback_unless_the_user_says_otherwise(configure):
     alone = configure("--num_processes=3")
-    among_several = configure("--num_processes=4", "--num_machines=2", "--main_process_ip=h")
     assert elastic(plan(alone))[0].local_addr == "127.0.0.1"
-    assert elastic(plan(among_several))[0].local_addr is None
     interface = next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
     for kind in ("cpu", "cuda"):
         assert plan(alone, kind).environment["GLOO_SOCKET_IFNAME"] == interface
         assert "GLOO_SOCKET_IFNAME" not in plan(alone, kind, environment={"GLOO_SOCKET_IFNAME": "eth7"}).environment
-        assert "GLOO_SOCKET_IFNAME" not in plan(among_several, kind).environment
-
-
-def test_num_processes_counts_the_ranks_of_all_machines(configure):
-    flags = ("--num_processes=8", "--num_machines=4", "--machine_rank=2", "--main_process_ip=10.0.0.1")
-    found = plan(configure(*flags))
-    launch, arguments = elastic(found)
-    assert (launch.nproc_per_node, launch.min_nodes, launch.max_nodes) == (2, 4, 4)
-    assert (arguments.node_rank, launch.rdzv_endpoint) == (2, "10.0.0.1:29500")
-    assert found.ranks == range(4, 6)
-
-
-@pytest.mark.parametrize(("machine", "port"), [(0, 7000), (1, None)])
-def test_the_port_has_to_be_free_on_the_first_machine_only(configure, machine, port):
-    flags = ("--num_processes=2", "--num_machines=2", "--main_process_ip=10.0.0.1", "--main_process_port=7000")
-    assert plan(configure(*flags, f"--machine_rank={machine}")).port == port
-
-
-def test_one_rank_on_each_of_two_machines_is_launched_too(configure):
-    found = plan(configure("--num_processes=2", "--num_machines=2", "--main_process_ip=10.0.0.1"))
-    assert elastic(found)[0].nproc_per_node == 1
 
 
 def test_cores_are_shared_out_over_the_ranks_of_a_machine_unless_the_user_says_so(configure, monkeypatch):

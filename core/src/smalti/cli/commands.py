@@ -20,7 +20,6 @@ class Commands:
             "Say what fits on which GPUs, and what is fastest, before a launch.",
             section="Training",
         )
-        add("smalti.cli.jobs.launch:launch", "Write the job with which SLURM or Kubernetes starts a run.", section="Training")
         add("smalti.cli.run:run", "List, watch and control runs.", section="Training")
         add(
             "smalti.cli.checkpoint:checkpoint",

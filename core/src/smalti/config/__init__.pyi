@@ -40,13 +40,16 @@ from .known_packages import (
     package_of_checkpoint as package_of_checkpoint,
     package_of_command as package_of_command,
     package_of_family as package_of_family,
+    package_of_nodes as package_of_nodes,
     package_of_optimizer as package_of_optimizer,
     package_of_option as package_of_option,
     package_of_scheme as package_of_scheme,
     package_of_storage as package_of_storage,
     package_of_topic as package_of_topic,
+    variable_of_nodes as variable_of_nodes,
 )
 from .options import (
+    Given as Given,
     Level as Level,
     Names as Names,
     Option as Option,

@@ -7,7 +7,7 @@ with what the installed plugins declare.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import PackageNotFoundError, distribution
@@ -28,7 +28,8 @@ class Package:
     depends on, which pip does not find by itself while they are on no index.
     `accelerate` has sections of an Accelerate YAML and values of its `distributed_type`. `checkpoints` has (pattern, format):
     files that mark a folder as a checkpoint of that format. `strategy` is the title of its distributed plan. `schemes` are
-    those of URLs that it takes in place of paths.
+    those of URLs that it takes in place of paths. `nodes` has (index, count) of variables by which a launcher of several nodes
+    says which of how many this is.
     """
 
     plugin: str
@@ -44,6 +45,7 @@ class Package:
     checkpoints: tuple[tuple[str, str], ...] = ()
     strategy: str = ""
     schemes: tuple[str, ...] = ()
+    nodes: tuple[tuple[str, str], ...] = ()
 
     @property
     def distribution(self) -> str:
@@ -154,6 +156,28 @@ PACKAGES = (
             "base_model_precision",
         ),
         families=("auraflow", "flux", "flux2", "lumina2", "pixart", "qwen_image", "sana", "sd3", "sdxl", "z_image"),
+    ),
+    Package(
+        plugin="cluster",
+        options=(
+            "nodes",
+            "max_restarts",
+            "rendezvous_timeout",
+            "preflight",
+            "node_timeout",
+            "time_limit",
+            "stop_before",
+            "grace_seconds",
+            "stop_on_drain",
+        ),
+        commands=("launch", "doctor nodes"),
+        nodes=(
+            ("SLURM_NODEID", "SLURM_STEP_NUM_NODES"),
+            ("NODE_RANK", "NNODES"),
+            ("PET_NODE_RANK", "PET_NNODES"),
+            ("JOB_COMPLETION_INDEX", "NNODES"),
+            ("JOB_COMPLETION_INDEX", "PET_NNODES"),
+        ),
     ),
     Package(
         plugin="toy",
@@ -289,6 +313,19 @@ def package_of_checkpoint(folder: Path, known: Iterable[str]) -> Package | None:
         if any(name not in known and any(folder.glob(mark)) for mark, name in package.checkpoints):
             return package
     return None
+
+
+def package_of_nodes() -> Package:
+    """The package that launches on several nodes."""
+    return next(package for package in PACKAGES if package.nodes)
+
+
+def variable_of_nodes(environment: Mapping[str, str]) -> str:
+    """The variable by which this process is on one of several nodes, as NAME=COUNT; "" if there is none."""
+    for index, count in package_of_nodes().nodes:
+        if index in environment and (value := environment.get(count, "")).isdigit() and int(value) > 1:
+            return f"{count}={value}"
+    return ""
 
 
 def package_of_cache(name: str) -> Package | None:

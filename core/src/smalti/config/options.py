@@ -170,8 +170,11 @@ class OptionGroup:
     """A section of options as a plugin declares it. `name` is unique; `title` heads the section in the help.
 
     `translate` takes an Accelerate YAML and reads what the options' `accelerate=` keys do not cover; `..._config` sections are
-    tables. `derived` takes the given values of this group's options, not validated, and returns values of other options that
-    they contain. Those are used for options that nothing else sets. Their keys are keys in the value.
+    tables. `derived` takes all given values, not validated, and returns values of other options that those of this group
+    contain; called if there are any. Those are used for options that nothing else sets. Their keys are keys in the value.
+
+    `scheduler` takes the environment, the values of all sources by their labels, and the notices, to which it may add. It
+    returns what a scheduler of jobs says in variables of its own. It may remove weaker values from the sources.
 
     `urls` has functions by the name of an option that holds a path, of this or another group. If a URL is given there, the
     function takes it, and returns the values of this and of other options that stand for it.
@@ -182,6 +185,7 @@ class OptionGroup:
     options: type[Options]
     translate: Callable[[Mapping[str, object]], Translation] | None = None
     derived: Callable[[Mapping[str, object]], Translation] | None = None
+    scheduler: Callable[[Mapping[str, str], dict[str, Mapping[str, Given]], list[str]], Mapping[str, Given]] | None = None
     urls: Mapping[str, Callable[[str], Translation]] = field(default_factory=dict, hash=False)
 
 

@@ -32,7 +32,6 @@ from smalti.config.sources import (
     environment_layer,
     file_layer,
     same,
-    scheduler_layer,
     variable,
     with_variables,
 )
@@ -87,7 +86,9 @@ def draft(
         problems += accelerate_yaml.problems_of(accelerate, schema, path)
         notices += accelerate_yaml.notices_of(accelerate, schema, path)
         layers["Accelerate YAML"] = with_variables(accelerate_yaml.options_in(accelerate, schema, path), environment, problems)
-    layers[SCHEDULER] = scheduler_layer(environment, layers, notices)
+    for group in schema.groups:
+        if group.scheduler is not None:
+            layers[SCHEDULER] = {**layers[SCHEDULER], **group.scheduler(environment, layers, notices)}
     chosen = _merge(layers, schema, notices)
     _replace_urls(schema, chosen, notices, problems)
     _derive(schema, chosen, notices, problems)
@@ -199,7 +200,7 @@ def _derive(schema: Schema, chosen: dict[str, tuple[str, Given]], notices: list[
         mine = [name for name in group.options.model_fields if name in chosen]
         if group.derived is None or not mine:
             continue
-        found = group.derived({name: chosen[name][1].value for name in mine})
+        found = group.derived({name: given.value for name, (_, given) in chosen.items()})
         problems += [replace(problem, option=mine[0]) for problem in found.problems]
         notices += [f"{key} in {mine[0]} {remark}" for key, remark in found.notices]
         for name, (key, value) in found.values.items():

@@ -15,12 +15,5 @@ from .measurements import (
     slower_than_before as slower_than_before,
 )
 from .node import diagnose_node as diagnose_node
-from .nodes.agent import Actions as Actions, Agent as Agent, Identity as Identity
-from .nodes.channel import Message as Message
-from .nodes.checks import check_nodes as check_nodes
-from .nodes.facts import node_facts as node_facts
-from .nodes.report import Measured as Measured, NodesReport as NodesReport, Row as Row
-from .nodes.service import Service as Service, gather_nodes as gather_nodes
-from .nodes.speed import device_facts as device_facts, measure_devices as measure_devices
 from .plugin_checks import plugin_findings as plugin_findings
 from .report import Report as Report, Section as Section

@@ -1,25 +1,24 @@
+from .agent import EXTENSION_VARIABLE as EXTENSION_VARIABLE
 from .checks import check_run as check_run, find_problems as find_problems
-from .node_checks import (
-    Notice as Notice,
-    facts_of as facts_of,
-    finding_lines as finding_lines,
-    identity as identity,
-    read_report as read_report,
+from .launcher import (
+    Ended as Ended,
+    LaunchResult as LaunchResult,
+    received_signals as received_signals,
+    run_once as run_once,
+    run_workers as run_workers,
+    summarize_exits as summarize_exits,
 )
 from .plan import (
+    CHOSEN_VARIABLE as CHOSEN_VARIABLE,
     DEFAULT_PORT as DEFAULT_PORT,
+    LaunchPlan as LaunchPlan,
+    Rendezvous as Rendezvous,
     check_accelerators as check_accelerators,
     expected_kind as expected_kind,
     merged_yaml as merged_yaml,
+    plan_launch as plan_launch,
     yaml_text as yaml_text,
 )
 from .preflight import Preparation as Preparation
-from .schedulers.job import Job as Job, job_of as job_of
-from .schedulers.kubernetes_manifest import KubernetesOptions as KubernetesOptions, manifest as manifest
-from .schedulers.nodes_of_job import (
-    nodes_with_faults as nodes_with_faults,
-    result_of as result_of,
-    split_nodes as split_nodes,
-)
-from .schedulers.slurm_script import SlurmOptions as SlurmOptions, job_script as job_script
-from .standby import standby_launcher as standby_launcher
+from .site import LaunchSite as LaunchSite, Progress as Progress
+from .standby import StandbyLauncher as StandbyLauncher, standby_launcher as standby_launcher

@@ -20,14 +20,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
-from contextlib import suppress
-from typing import cast
+from collections.abc import Callable, Mapping
+from pkgutil import resolve_name
 
-from smalti.errors import ExitCode
-from smalti.launch.elastic.messages import Place
-from smalti.launch.elastic.rendezvous import GroupMember
-from smalti.launch.node_watch import note_killed, watch_nodes
 from smalti.system import (
     FOLDER_VARIABLE,
     PARENT_VARIABLE,
@@ -38,21 +33,20 @@ from smalti.system import (
     importing,
     keep_imports,
     latest_progress,
-    write_exit_report_as,
     write_exit_report_for,
     write_killed,
 )
 
 STAND_BY = "--stand-by="
 """The argument of standby mode, followed by the file descriptor from which the command is read."""
-FIRST_RANK_VARIABLE = "SMALTI_FIRST_RANK"
-"""The environment variable with the lowest rank of this node."""
+EXTENSION_VARIABLE = "SMALTI_AGENT_EXTENSION"
+"""The environment variable with a "module:function" of a package, which is called here before ranks start. It may return a
+function to call with the exit status once they have ended, which then reports failures of ranks.
+"""
 STOP_SECONDS = 600.0
 """A rank that was asked to stop is killed after this long without progress of a save. It may have to end a long validation."""
 LOST_SECONDS = 120.0
 """The same after another rank failed: ranks that can exit do so within a minute (`smalti.training.failures.watchdog`)."""
-EXIT_SECONDS = 3.0
-"""The agents of several nodes wait this long for each other once their ranks have ended."""
 _POLL_SECONDS = 0.1
 
 
@@ -76,14 +70,9 @@ def main() -> None:
     tempfile.tempdir = os.environ.get(FOLDER_VARIABLE)  # torch creates a folder for logs there and does not remove it
     sys.argv = command
     extend_kill_timeout()
-    shorten_exit_barrier()
-    explain_rendezvous()
-    watch_nodes()
     forward_notices()
-    place = Place.of_process()
-    member = GroupMember(place) if place is not None else None
-    if member is not None:
-        member.install()
+    extension = os.environ.get(EXTENSION_VARIABLE)
+    finish: Callable[[int], None] | None = resolve_name(extension)() if extension else None
     status = 1
     try:
         runpy.run_module(command[0], run_name="__main__", alter_sys=True)
@@ -91,13 +80,13 @@ def main() -> None:
     except ChildFailedError as error:
         write_killed({rank: -failure.exitcode for rank, failure in error.failures.items() if failure.exitcode < 0})
         end.code = status
-        if member is None:
+        if finish is None:
             raise
     except SignalException as stop:  # the ranks got the signal too, and report how they ended
         end.code = status = SIGNALLED + stop.sigval
     finally:
-        if member is not None:
-            member.finish(status)
+        if finish is not None:
+            finish(status)
 
 
 def wait_for_command(descriptor: int) -> list[str] | None:
@@ -127,7 +116,6 @@ def extend_kill_timeout() -> None:
 
     def close_after_exit(self: SubprocessContext, death_sig: signal.Signals, timeout: int = 30) -> None:
         ranks = {int(self.envs[local]["RANK"]): handler.proc for local, handler in self.subprocess_handlers.items()}
-        note_killed(ranks)
         if death_sig != signal.SIGKILL:
             for process in ranks.values():
                 if process.poll() is None:
@@ -136,45 +124,6 @@ def extend_kill_timeout() -> None:
         close(self, signal.SIGKILL, timeout)  # kills the remaining ranks, and closes torch's own resources
 
     SubprocessContext._close = close_after_exit  # type: ignore[method-assign]
-
-
-def shorten_exit_barrier() -> None:
-    """Let torch's agent wait at most `EXIT_SECONDS` for the agents of other nodes once its own ranks have ended.
-
-    Ranks end together (`smalti.launch.rank`), so nothing depends on it but the store, which is in the agent of node 0. torch
-    waits 300 seconds for an agent that was stopped by a signal.
-    """
-    from torch.distributed.elastic.agent.server.api import _TERMINAL_STATE_SYNC_ID, SimpleElasticAgent
-    from torch.distributed.elastic.utils.store import barrier
-
-    def wait_for_agents(self: SimpleElasticAgent) -> None:
-        with suppress(RuntimeError):  # one has ended, or with it the store
-            nodes = cast(int, self._worker_group.group_world_size)
-            barrier(self._store, nodes, _TERMINAL_STATE_SYNC_ID, barrier_timeout=EXIT_SECONDS)
-
-    SimpleElasticAgent._exit_barrier = wait_for_agents  # type: ignore[method-assign]
-
-
-def explain_rendezvous() -> None:
-    """Report it if the nodes do not find each other: torch's agent ends before it has started a rank."""
-    from torch.distributed.elastic.rendezvous.api import RendezvousInfo
-    from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
-
-    meet = StaticTCPRendezvous.next_rendezvous
-
-    def meet_or_report(self: StaticTCPRendezvous) -> RendezvousInfo:
-        try:
-            return meet(self)
-        except RuntimeError as error:
-            where, seconds = f"{self.master_addr}:{self.master_port}", int(self.timeout.total_seconds())
-            reason = str(error).partition("\n")[0].strip()
-            met = f"the {self.world_size} nodes did not all connect to {where} within {seconds} s"
-            message = f"{met}, so no rank was started: {reason}"
-            fix = "give all nodes the same --main_process_ip and --main_process_port, and check that they reach that address"
-            write_exit_report_as(int(os.environ.get(FIRST_RANK_VARIABLE, "0")), ExitCode.PREFLIGHT, f"{message}\n  fix: {fix}")
-            sys.exit(int(ExitCode.PREFLIGHT))  # the launcher prints the message
-
-    StaticTCPRendezvous.next_rendezvous = meet_or_report  # type: ignore[method-assign]
 
 
 def wait_for_ranks(ranks: Mapping[int, subprocess.Popen[bytes]]) -> None:

@@ -6,6 +6,7 @@ skipped. Importing this module imports no torch; checks of a model family do.
 
 from __future__ import annotations
 
+import os
 import socket
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext, suppress
@@ -25,7 +26,7 @@ from smalti.config import (
 )
 from smalti.errors import CheckpointError, ConfigError, FaultLoopError, InvalidOptionError, Problem, UserError, problems_in
 from smalti.hookspecs import HookSpecs
-from smalti.launch.elastic.excluded import refuse_excluded
+from smalti.launch.site import launch_entry
 from smalti.plugins import (
     Plugins,
     check_sharding,
@@ -39,7 +40,7 @@ from smalti.plugins import (
     plugin_problems,
 )
 from smalti.rundir import FAULTS_IN_A_ROW, RunDirectory, circuit_file, read_circuit
-from smalti.types import DistributedPlan
+from smalti.types import DistributedPlan, LaunchEntry
 
 if TYPE_CHECKING:
     from torch import nn
@@ -58,6 +59,8 @@ class CheckedRun:
     distributed: DistributedPlan
     family: ModelFamily
     loss: DenoisingLoss
+    launch: LaunchEntry | None
+    """The plugin that starts the ranks; None for those of one node."""
     checkpoint: Path | None
     """The checkpoint to resume from. Only the presence and the sizes of its files were checked."""
     notices: tuple[str, ...] = ()
@@ -65,11 +68,7 @@ class CheckedRun:
 
 
 def refuse_fault_loop(directory: Path, node: int) -> None:
-    """Raise FaultLoopError if the run has ended with the same fault on this host again and again, without getting further.
-
-    So it does on a node that has left the group of this run.
-    """
-    refuse_excluded(directory, node)
+    """Raise FaultLoopError if the run has ended with the same fault on this host again and again, without getting further."""
     host = socket.gethostname()
     fault = read_circuit(directory, node).loop(host)
     if fault is None:
@@ -140,6 +139,7 @@ def _checked(config: Config, plugins: Plugins, *, thorough: bool, fetch: bool) -
     datasets = checks.run(lambda: _datasets(config, plugins)) or ()
     checkpoint = checks.run(lambda: _checkpoint(config, plugins))
     distributed = checks.run(lambda: choose_distributed(config, plugins))
+    launch = checks.run(lambda: launch_entry(config, plugins, os.environ))
     entries = plugins.gather(HookSpecs.register_optimizers)
     if checks.run(lambda: find_optimizer(config[OptimizerOptions].optimizer, entries)) and distributed:
         checks.run(lambda: check_strategy(distributed, config, plugins))
@@ -157,7 +157,12 @@ def _checked(config: Config, plugins: Plugins, *, thorough: bool, fetch: bool) -
     if checks.problems or not (distributed and family and loss):
         return checks, None
     made = CheckedRun(
-        distributed=distributed, family=family, loss=loss, checkpoint=checkpoint, notices=(*distributed.notices, *notices)
+        distributed=distributed,
+        family=family,
+        loss=loss,
+        launch=launch,
+        checkpoint=checkpoint,
+        notices=(*distributed.notices, *notices),
     )
     return checks, made
 

@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 
-from smalti.errors import ExitCode, PreflightError, UserError
-from smalti.launch.agent import FIRST_RANK_VARIABLE
-from smalti.launch.elastic.messages import GENERATION_VARIABLE, GroupEnd, read_group_end
+from smalti.errors import ExitCode, UserError
 from smalti.launch.folder import launch_folder, processes_of
 from smalti.launch.plan import DIGEST_VARIABLE, LaunchPlan
 from smalti.launch.standby import AGENT, StandbyLauncher
@@ -30,6 +27,7 @@ from smalti.system import (
     ExitReport,
     SignalFilter,
     UnreturnedHook,
+    allocated_ranks,
     ignore_later_signals,
     immediate_exit_code,
     kill_tree,
@@ -41,7 +39,6 @@ from smalti.system import (
 )
 
 POLL_SECONDS = 0.1
-_CHECK_SECONDS = 1.0
 _GRACE_SECONDS = 10.0
 """Time for ranks to save what they have encoded."""
 _STOPS = (ExitCode.DONE, ExitCode.STOPPED, ExitCode.PREEMPTED, ExitCode.INTERRUPTED)
@@ -57,16 +54,13 @@ LaunchResult = tuple[ExitCode, str]
 class Ended:
     """How the processes of this node ended. `final` is set if a signal or a request ended them: nothing starts them again.
 
-    `ranks` are those that were started here, empty if this node was a spare. `group` is what the agent wrote about the other
-    nodes (`smalti.launch.elastic`), None if it wrote nothing.
+    `ranks` are those that were started here.
     """
 
     code: ExitCode
     message: str
     final: bool = False
     ranks: range = range(0)
-    reports: tuple[ExitReport, ...] = ()
-    group: GroupEnd | None = None
 
 
 def run_workers(
@@ -76,19 +70,20 @@ def run_workers(
     digest: str = "",
     writer: RunWriter | None = None,
     standby: StandbyLauncher | None = None,
+    ended_elsewhere: Callable[[], LaunchResult | None] = lambda: None,
 ) -> LaunchResult:
     """Start the workers of this node and wait for them. Returns the exit code and a message that explains it.
 
     The first Ctrl-C or signal of `preemption_signals` becomes a stop request that all ranks agree on; before the first step it
     ends the launch. A second one that `SignalFilter` accepts kills every process. Workers refuse a configuration whose digest
     is not `digest`, if given. `writer` is None where a process of another node owns the run directory. `standby` is a process
-    that is ready to start the ranks. Raises PreflightError if the port for the other nodes is in use, or if temporary files
-    cannot be created.
+    that is ready to start the ranks. `ended_elsewhere` is asked all the time; its result ends the ranks. Raises PreflightError
+    if temporary files cannot be created.
     """
-    if plan.port is not None:
-        _check_port(plan.port)
     with received_signals() as received:
-        ended = run_once(plan, directory, received, digest=digest, writer=writer, standby=standby)
+        ended = run_once(
+            plan, directory, received, digest=digest, writer=writer, standby=standby, ended_elsewhere=ended_elsewhere
+        )
         ignore_later_signals()
     return ended.code, ended.message
 
@@ -101,33 +96,31 @@ def run_once(
     digest: str = "",
     writer: RunWriter | None = None,
     standby: StandbyLauncher | None = None,
-    variables: Mapping[str, str] | None = None,
+    ended_elsewhere: Callable[[], LaunchResult | None] = lambda: None,
 ) -> Ended:
-    """The same for one generation of a group: with the signals in `received`, and with more environment `variables`."""
-    expected = plan.ranks if GENERATION_VARIABLE not in (variables or {}) else range(0)  # else the agent learns its ranks
-    with launch_folder(expected) as folder:
+    """The same with the signals in `received`, for ranks that may be started again."""
+    with launch_folder(plan.ranks) as folder:
         own = {
             FOLDER_VARIABLE: folder,
             PARENT_VARIABLE: str(os.getpid()),
-            FIRST_RANK_VARIABLE: str(plan.ranks.start),
             **({DIGEST_VARIABLE: digest} if digest else {}),
         }
         if writer is not None:
             own[ATTEMPT_VARIABLE] = repr(writer.record.started)
             writer.phases.enter("launching")
-        environment = {**os.environ, **plan.environment, **plan.secrets, **own, **(variables or {})}
+        environment = {**os.environ, **plan.environment, **plan.secrets, **own, **plan.variables}
         processes = _Processes(_start(plan.command, environment, standby), folder)
         try:
-            result = _wait(processes, received, directory, writer)
+            result = _wait(processes, received, directory, writer, ended_elsewhere)
         finally:
             processes.kill()
-        reports, group = Path(folder), read_group_end(Path(folder))
-        ranks = expected if group is None else group.ranks
-        found = read_exit_reports(reports)
+        reports = Path(folder)
+        ranks = plan.ranks or allocated_ranks(reports)
         if result is not None:
-            return Ended(code=result[0], message=result[1], final=True, ranks=ranks, reports=tuple(found), group=group)
-        code, message = summarize_exits(found, processes.status, ranks, read_killed(reports), read_hooks(reports, ranks))
-        return Ended(code=code, message=message, ranks=ranks, reports=tuple(found), group=group)
+            return Ended(code=result[0], message=result[1], final=True, ranks=ranks)
+        found, killed, hooks = read_exit_reports(reports), read_killed(reports), read_hooks(reports, ranks)
+        code, message = summarize_exits(found, processes.status, ranks, killed, hooks)
+        return Ended(code=code, message=message, ranks=ranks)
 
 
 def _start(command: Sequence[str], environment: Mapping[str, str], standby: StandbyLauncher | None) -> subprocess.Popen[bytes]:
@@ -197,16 +190,6 @@ def _is_running(process: psutil.Process) -> bool:
         return False
 
 
-def _check_port(port: int) -> None:
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("", port))
-        except OSError as error:
-            message = f"port {port} of this node cannot be used: {error.strerror}"
-            raise PreflightError(message, fix="--main_process_port=ANOTHER, the same on all nodes") from error
-
-
 # --- signals --------------------------------------------------------------------------------------------------------
 
 
@@ -224,11 +207,16 @@ def received_signals() -> Iterator[list[int]]:
         yield received
 
 
-def _wait(processes: _Processes, received: list[int], directory: RunDirectory, writer: RunWriter | None) -> LaunchResult | None:
+def _wait(
+    processes: _Processes,
+    received: list[int],
+    directory: RunDirectory,
+    writer: RunWriter | None,
+    ended_elsewhere: Callable[[], LaunchResult | None],
+) -> LaunchResult | None:
     """Wait for the processes and handle signals. Returns a result if signals ended them, None if they ended on their own."""
     request: Request | None = None
     forwarded = False
-    node_0 = _LaunchOfNode0(directory) if writer is None else None
     while True:
         ended = processes.ended()
         if received and writer is not None and writer.ownership.lost:  # the directory is that of another launch
@@ -236,7 +224,7 @@ def _wait(processes: _Processes, received: list[int], directory: RunDirectory, w
             return ExitCode.TAKEN_OVER, writer.ownership.message
         if received and _before_first_step(directory):
             return _stop_before_first_step(processes, received, writer)
-        if node_0 is not None and (result := node_0.stopped_early()):
+        if (result := ended_elsewhere()) is not None:
             _terminate(processes, received)
             return result
         if ended:
@@ -256,27 +244,6 @@ def _before_first_step(directory: RunDirectory) -> bool:
     """Whether the loop has not begun. False if the run directory is missing: then it is unknown."""
     record = directory.record()
     return record is not None and record.training_since is None
-
-
-class _LaunchOfNode0:
-    """The same launch on node 0, as seen in the run directory by another node."""
-
-    def __init__(self, directory: RunDirectory) -> None:
-        self._directory = directory
-        heartbeat = directory.heartbeat()
-        self._attempt = heartbeat.started if heartbeat is not None else None
-        self._checked_at = time.monotonic()
-
-    def stopped_early(self) -> LaunchResult | None:
-        """Its result if it was stopped before its first step. Checks once every `_CHECK_SECONDS`."""
-        if self._attempt is None or time.monotonic() - self._checked_at < _CHECK_SECONDS:
-            return None
-        self._checked_at = time.monotonic()
-        record, heartbeat = self._directory.record(), self._directory.heartbeat()
-        if heartbeat is not None or record is None or record.started != self._attempt or record.training_since is not None:
-            return None
-        status = self._directory.status()
-        return (ExitCode(status.exit_code or 0), status.message) if status.condition == "stopped" else None
 
 
 def _request_stop(directory: RunDirectory, number: int, *, on_request: bool = False) -> Request | None:

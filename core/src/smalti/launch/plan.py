@@ -20,8 +20,6 @@ import psutil
 
 from smalti.config import ONLY_ON_CUDA, PER_MACHINE, Config, LaunchOptions, TrainingOptions, accelerate_yaml
 from smalti.errors import PreflightError, UserError
-from smalti.launch.network import interface_settings
-from smalti.launch.node_watch import TIMEOUT_VARIABLE
 from smalti.parallel import in_bf16, is_rocm
 from smalti.plugins import Plugins
 from smalti.rundir import RunDirectory
@@ -35,9 +33,11 @@ DEFAULT_PORT = 29500
 """The port on which node 0 listens if no port is given: the default of torch and of Accelerate."""
 DIGEST_VARIABLE = "SMALTI_DIGEST"
 """The environment variable with the digest of the configuration for which workers are launched."""
-RESUME_VARIABLE = "SMALTI_RESUME"
-"""The environment variable with the checkpoint from which a group that starts again resumes, if not from the latest one."""
+CHOSEN_VARIABLE = "SMALTI_CHOSEN"
+"""The environment variable with values for the ranks in place of the configured ones, in JSON: {option: [value, reason]}."""
 _LOOPBACK = "127.0.0.1"
+_ON_LOOPBACK = ("--rdzv-backend=c10d", f"--rdzv-endpoint={_LOOPBACK}:0", f"--local-addr={_LOOPBACK}")
+"""Arguments for torch's launcher on a single node: like --standalone, which however resolves "localhost" and the host name."""
 _KINDS = {"cuda": "MULTI_GPU", **{kind: f"MULTI_{kind.upper()}" for kind in ("xpu", "npu", "mlu", "hpu", "musa", "sdaa")}}
 """The `distributed_type` of an Accelerate YAML by the kind of accelerator."""
 _ON_ANY = {"FSDP", "DEEPSPEED"}
@@ -48,8 +48,8 @@ _ON_ANY = {"FSDP", "DEEPSPEED"}
 class LaunchPlan:
     """How to start the workers of this node. Nothing is started yet.
 
-    `environment` has only the variables to set. `secrets` are set as well, and are never shown or written. `ranks` are those of
-    this node. `port` must be free, as node 0 will listen there; it is None on the other nodes.
+    `environment` has only the variables to set. `secrets` and `variables` are set as well; secrets are never shown or written,
+    `variables` are between processes of smalti. `ranks` are those of this node, empty if they are not known before the start.
     """
 
     launcher: Launcher
@@ -57,10 +57,10 @@ class LaunchPlan:
     command: tuple[str, ...] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
     secrets: Mapping[str, str] = field(default_factory=dict, repr=False)
+    variables: Mapping[str, str] = field(default_factory=dict, repr=False)
     accelerate: Mapping[str, object] = field(default_factory=dict)
     accelerate_file: Path | None = None
     ranks: range = range(1)
-    port: int | None = None
     notices: tuple[str, ...] = ()
 
     def as_json(self) -> dict[str, object]:
@@ -75,6 +75,20 @@ class LaunchPlan:
         }
 
 
+@dataclass(frozen=True, kw_only=True)
+class Rendezvous:
+    """How the ranks of this node find those of others, where a single node is not all of the launch.
+
+    `torch` and `accelerate` are arguments of torch's and of Accelerate's launcher, `environment` and `variables` are added to
+    those of the plan.
+    """
+
+    torch: tuple[str, ...]
+    accelerate: tuple[str, ...] = ()
+    environment: Mapping[str, str] = field(default_factory=dict)
+    variables: Mapping[str, str] = field(default_factory=dict)
+
+
 def expected_kind(config: Config) -> str | None:
     """The kind of accelerator that the user's Accelerate YAML names; None if it names none, or if --use_cpu overrides it.
 
@@ -87,20 +101,24 @@ def expected_kind(config: Config) -> str | None:
 
 
 def plan_launch(
-    config: Config, distributed: DistributedPlan, directory: Path, kind: str, environment: Mapping[str, str] | None = None
+    config: Config,
+    distributed: DistributedPlan,
+    directory: Path,
+    kind: str,
+    environment: Mapping[str, str] | None = None,
+    rendezvous: Rendezvous | None = None,
 ) -> LaunchPlan:
     """Plan how to start the workers of this node, for a configuration that was checked.
 
-    `kind` is the result of `smalti.parallel.accelerator_kind`. `environment` defaults to that of this process. Raises UserError
-    if the user's Accelerate YAML does not fit the node.
+    `kind` is the result of `smalti.parallel.accelerator_kind`. `environment` defaults to that of this process. Without a
+    `rendezvous`, the ranks of this node are all ranks. Raises UserError if the user's Accelerate YAML does not fit the node.
     """
     environment = os.environ if environment is None else environment
     options = config[LaunchOptions]
     local = options.num_processes // options.num_machines
-    several = options.num_machines > 1 or options.elastic
     gpus = _chosen_gpus(config, kind, local)
     allocator = allocator_settings(kind, environment)
-    if local == 1 and not several and not gpus:
+    if local == 1 and rendezvous is None and not gpus:
         return LaunchPlan(
             launcher="in-process",
             distributed=distributed,
@@ -111,27 +129,28 @@ def plan_launch(
         raise UserError(f"{kind} devices support only one process", fix="--num_processes=1, or --use_cpu")
     worker = ("-m", "smalti.launch.worker", str(directory))
     yaml_file = directory / _name_for(options.machine_rank, "accelerate.yaml") if kind != "cpu" else None
-    merged = merged_yaml(config, distributed, kind) if yaml_file else {}
+    merged = merged_yaml(config, distributed, kind, alone=rendezvous is None) if yaml_file else {}
     if yaml_file:
-        waiting = ("--rdzv_conf", f"timeout={options.rendezvous_timeout}") if several else ()
-        start = ("accelerate.commands.launch", "--config_file", str(yaml_file), *_ignored_by_accelerate(merged), *waiting)
+        meeting = () if rendezvous is None else rendezvous.accelerate
+        start = ("accelerate.commands.launch", "--config_file", str(yaml_file), *_ignored_by_accelerate(merged), *meeting)
     else:
-        start = ("torch.distributed.run", *_elastic_arguments(options, local))
+        meeting = _ON_LOOPBACK if rendezvous is None else rendezvous.torch
+        start = ("torch.distributed.run", f"--nproc-per-node={local}", f"--nnodes={options.num_machines}", *meeting)
     return LaunchPlan(
         launcher="accelerate" if yaml_file else "elastic",
         distributed=distributed,
         command=(sys.executable, "-m", *start, *worker),
         environment={
             **_threads(local, environment),
-            **(_several(options, environment) if several else _loopback(environment)),
+            **(_loopback(environment) if rendezvous is None else rendezvous.environment),
             **allocator,
             **distributed.environment,
         },
         secrets=config.secrets(),
+        variables={} if rendezvous is None else rendezvous.variables,
         accelerate=merged,
         accelerate_file=yaml_file,
         ranks=range(options.machine_rank * local, (options.machine_rank + 1) * local),
-        port=(options.main_process_port or DEFAULT_PORT) if several and options.machine_rank == 0 else None,
         notices=tuple(accelerate_yaml.differences(config.accelerate, merged, config.schema)) if merged else (),
     )
 
@@ -154,11 +173,6 @@ def allocator_settings(kind: str, environment: Mapping[str, str]) -> dict[str, s
     if kind != "cuda" or lacking or is_rocm() or any(name in environment for name in ALLOCATOR_VARIABLES):
         return {}
     return {ALLOCATOR_VARIABLES[0]: "expandable_segments:True"}
-
-
-def _several(options: LaunchOptions, environment: Mapping[str, str]) -> dict[str, str]:
-    """What the processes of a node of several need to know."""
-    return {**interface_settings(options, environment), TIMEOUT_VARIABLE: str(options.node_timeout)}
 
 
 def _loopback(environment: Mapping[str, str]) -> dict[str, str]:
@@ -189,16 +203,6 @@ def _chosen_gpus(config: Config, kind: str, local: int) -> list[str]:
     return chosen
 
 
-def _elastic_arguments(options: LaunchOptions, local: int) -> tuple[str, ...]:
-    count = (f"--nproc-per-node={local}", f"--nnodes={options.num_machines}")
-    if options.num_machines == 1:
-        # Like --standalone, which however resolves "localhost" and the host name.
-        return (*count, "--rdzv-backend=c10d", f"--rdzv-endpoint={_LOOPBACK}:0", f"--local-addr={_LOOPBACK}")
-    port = options.main_process_port or DEFAULT_PORT
-    node_0 = (f"--master-addr={options.main_process_ip}", f"--master-port={port}")
-    return (*count, f"--node-rank={options.machine_rank}", *node_0, f"--rdzv-conf=timeout={options.rendezvous_timeout}")
-
-
 def _ignored_by_accelerate(merged: Mapping[str, object]) -> tuple[str, ...]:
     """Flags for the keys that `accelerate launch` accepts in its YAML and then does not read (1.12 to 1.15 at least)."""
     backend = str(merged.get("rdzv_backend") or "static")
@@ -206,14 +210,16 @@ def _ignored_by_accelerate(merged: Mapping[str, object]) -> tuple[str, ...]:
     return (*flags, "--enable_cpu_affinity") if merged.get("enable_cpu_affinity") else flags
 
 
-def merged_yaml(config: Config, distributed: DistributedPlan, kind: str) -> dict[str, object]:
+def merged_yaml(config: Config, distributed: DistributedPlan, kind: str, *, alone: bool = True) -> dict[str, object]:
     """The user's Accelerate YAML with the launch settings of smalti and then of the strategy merged in. The rest is unchanged.
+
+    A rank that is not `alone` meets others, even if it is a single one now.
 
     A port of 0 lets Accelerate choose a free one, which works only on a single node.
     """
     options = config[LaunchOptions]
     ours: dict[str, object] = {
-        "distributed_type": _KINDS[kind] if options.num_processes > 1 or options.elastic else "NO",
+        "distributed_type": _KINDS[kind] if options.num_processes > 1 or not alone else "NO",
         "num_processes": options.num_processes,
         "num_machines": options.num_machines,
         "machine_rank": options.machine_rank,

@@ -18,41 +18,33 @@ import click
 
 from smalti.checkpoint import STATE, read_state
 from smalti.config import (
-    SCHEDULER,
     Config,
     LaunchOptions,
     ModelOptions,
     OptimizerOptions,
     RunOptions,
-    TrainingOptions,
     as_toml,
     warm_up_notice,
     warm_up_problem,
 )
 from smalti.data import PreparedData, check_caches, check_sources, ranks_scan, scan_data, scan_progress, total_steps
-from smalti.errors import ConfigError, ExitCode, GpuFaultError, TakenOverError
+from smalti.errors import ConfigError, ExitCode, TakenOverError
 from smalti.launch.checks import check_run, refuse_fault_loop
-from smalti.launch.elastic.group import Group
-from smalti.launch.elastic.sizes import possible_sizes
-from smalti.launch.network import check_known_address, check_main_address
-from smalti.launch.node_checks import check_separate_nodes
-from smalti.launch.nodes import Nodes, running_group
 from smalti.launch.plan import (
     LaunchPlan,
     allocator_settings,
     check_accelerators,
     expected_kind,
-    plan_launch,
     write_launch_files,
     yaml_text,
 )
-from smalti.launch.schedulers.drain import stop_on_drain
+from smalti.launch.site import LaunchSite, open_site
 from smalti.launch.standby import StandbyLauncher
 from smalti.parallel import ImageSize, accelerator_kind, choose_precision, cost_of, cpu_notices, describe, describe_devices
 from smalti.planning import Forecast, forecast_of
 from smalti.plugins import Plugins, choose_distributed
-from smalti.rundir import STOPPED_EARLY, RunDirectory, RunWriter, acquire, overview
-from smalti.system import Stopped, Terminated, exit_reports, importing, interrupt_main_thread
+from smalti.rundir import STOPPED_EARLY, RunDirectory, RunWriter, overview
+from smalti.system import Stopped, exit_reports
 from smalti.training import check_resumable
 
 if TYPE_CHECKING:
@@ -68,11 +60,10 @@ _FIRST = ("device", "precision", "tokens", "network")
 class Preparation:
     """A checked configuration with its launch plan and its data.
 
-    `data` is None on nodes other than node 0, which has scanned it, and if the ranks will scan it. `facts` describe the
-    "device" and the "precision" of the run, and the "network" of several nodes; where the data were scanned, also the
-    number of "tokens" of the largest images and the noise levels ("timesteps") of training. `writer` owns the run directory
-    on node 0; it is None on the other nodes, and for a dry run. `nodes` are those of the launch, if there are several that
-    share the run directory. `group` starts ranks again after some were lost, if the options allow that.
+    `data` is None if another process has scanned it, and if the ranks will scan it. `facts` describe the
+    "device" and the "precision" of the run, and what the `site` says; where the data were scanned, also the number of
+    "tokens" of the largest images and the noise levels ("timesteps") of training. The site has the run directory, if this
+    process owns it, and starts the ranks.
     """
 
     config: Config
@@ -81,11 +72,9 @@ class Preparation:
     plan: LaunchPlan
     data: PreparedData | None
     facts: Mapping[str, str]
-    writer: RunWriter | None
+    site: LaunchSite
     notices: tuple[str, ...]
-    nodes: Nodes | None = None
     forecast: Forecast | None = None
-    group: Group | None = None
 
     @classmethod
     def of(cls, config: Config, plugins: Plugins, *, write: bool) -> Preparation:
@@ -104,31 +93,29 @@ class Preparation:
         elif kind == "cpu" and (expected := expected_kind(config)) is not None:
             kind = expected
             notices.append(f"the launch is planned for {kind} devices, as in the Accelerate YAML; this node has none")
-        options = config[LaunchOptions]
-        several = write and options.node_range[1] > 1 and options.shared_output_dir
-        joins = several and (options.machine_rank > 0 or (options.elastic and running_group(directory) is not None))
-        nodes = Nodes(directory, config, plugins, kind) if several else None
-        if nodes is not None and joins:
-            check_known_address(options, environment)
-            nodes.wait_for_node_0()
-        network = check_main_address(options, environment) if write else ""
-        config, given = choose_precision(config, kind, directory), config
-        distributed = checked.distributed if config is given else choose_distributed(config, plugins)
-        plan = plan_launch(config, distributed, directory.path, kind, environment)
-        group = _group(config, plugins, plan, kind, environment)
-        notices += group.notices if group is not None else ()
-        notices += [*config.notices, *checked.notices, *checked.family.notices, *plan.notices, *cost_of(config, kind)]
-        described = {"device": describe_devices(config, kind), "precision": describe(config, kind), "network": network}
+        given = {"config": config, "directory": directory, "kind": kind, "environment": environment, "write": write}
+        site = open_site(checked.launch, plugins, **given)
+        config = choose_precision(config, kind, directory)
+        distributed = checked.distributed if config is site.config else choose_distributed(config, plugins)
+        plan = site.plan(config, distributed)
+        notices += [
+            *site.notices,
+            *config.notices,
+            *checked.notices,
+            *checked.family.notices,
+            *plan.notices,
+            *cost_of(config, kind),
+        ]
+        described = {"device": describe_devices(config, kind), "precision": describe(config, kind), **site.facts}
         facts = {name: fact for name, fact in described.items() if fact}
-        forecast = None if joins else forecast_of(config, plugins, distributed, kind)
-        writer = _acquire(directory, config) if write and not joins else None
-        with _failures_recorded(writer, nodes):
-            if nodes is not None and writer is not None:
-                nodes.begin(cast(float, writer.record.started))
+        forecast = None if site.joins else forecast_of(config, plugins, distributed, kind)
+        with _failures_recorded(site):
+            if write and not site.joins:
+                site.begin(config)
             later = write and ranks_scan(config, plugins, directory.data)
-            if write and not joins:
+            if write and not site.joins:
                 _check_storages(config, plugins, checked.family, sources=later)
-            data = None if joins or later else cls._scan(config, plugins, checked.family.alignment, writer, nodes)
+            data = None if site.joins or later else cls._scan(config, checked.family.alignment, site)
             if data is not None:
                 size = _largest_image(checked.family, data)
                 facts["tokens"] = str(size)
@@ -142,21 +129,19 @@ class Preparation:
             plan=plan,
             data=data,
             facts=facts,
-            writer=writer,
-            nodes=nodes,
+            site=site,
             forecast=forecast,
-            group=group,
             notices=tuple(dict.fromkeys([*notices, *(forecast.notices if forecast is not None else ())])),
         )
 
     @staticmethod
-    def _scan(config: Config, plugins: Plugins, alignment: int, writer: RunWriter | None, nodes: Nodes | None) -> PreparedData:
-        if writer is None:
-            return scan_data(config, plugins, alignment, None)
+    def _scan(config: Config, alignment: int, site: LaunchSite) -> PreparedData:
+        if (writer := site.writer) is None:
+            return scan_data(config, site.plugins, alignment, None)
         writer.phases.enter("scanning")
         begin = scan_progress(writer.phases)
-        progress = begin if nodes is None else lambda dataset: nodes.checked(begin(dataset))
-        return scan_data(config, plugins, alignment, writer.directory.data, progress, attempt=writer.record.started)
+        data, started = writer.directory.data, writer.record.started
+        return scan_data(config, site.plugins, alignment, data, lambda name: site.checked(begin(name)), attempt=started)
 
     def launch(self, standby: StandbyLauncher | None = None) -> ExitCode:
         """Run to the end. The last lines of output say how it ended and how to continue. `standby` can start the ranks."""
@@ -164,19 +149,14 @@ class Preparation:
             click.echo(f"smalti: note: {notice}", err=True)
         click.echo(f"smalti: {self.plugins.summary}", err=True)
         click.echo(f"smalti: {'; '.join(f'{name} {self.facts[name]}' for name in _FIRST if name in self.facts)}", err=True)
-        with _failures_recorded(self.writer, self.nodes):
+        with _failures_recorded(self.site):
             write_launch_files(self.directory, self.config, self.plugins, self.plan)
-            if self.writer is not None:
-                self.writer.keep_files()
-            if self.nodes is not None:
-                self.nodes.join() if self.writer is None else self.nodes.gather(self.writer.events)
-                self.nodes.close()
-            events = self.writer.events if self.writer is not None else None
-            check_separate_nodes(self.directory.path, self.config, self.plugins, accelerator_kind(self.config), events)
+            if self.site.writer is not None:
+                self.site.writer.keep_files()
+            self.site.gather()
             sys.stdout.flush()
-            with stop_on_drain(self.config):
-                code, message = self._run(standby)
-        writer = self.writer if self.group is None else self.group.writer
+            code, message = self.site.run(self.config, self.plan, standby)
+        writer = self.site.writer
         if writer is not None:
             self._compare_forecast(writer)
             writer.end_launch(code, message)
@@ -193,30 +173,6 @@ class Preparation:
             writer.events.append("memory", step=None, measured=int(measured), **self.forecast.event())
             click.echo(f"  {'memory':<12} {line}", err=True)
 
-    def _run(self, standby: StandbyLauncher | None) -> tuple[ExitCode, str]:
-        if self.group is not None:
-            self.group.writer = self.writer
-            present, attempt = (1, None) if self.nodes is None else (self.nodes.present, self.nodes.attempt)
-            return self.group.run(present, attempt, standby)
-        if self.plan.launcher != "in-process":
-            from smalti.launch.launcher import run_workers
-
-            return run_workers(self.plan, self.directory, digest=self.config.digest, writer=self.writer, standby=standby)
-        with importing():
-            from smalti.launch.rank import run_rank
-
-        os.environ.update(self.plan.environment)
-        try:
-            outcome = run_rank(self.config, self.plugins, self.writer)
-        except GpuFaultError as error:
-            return error.exit_code, str(error)
-        except KeyboardInterrupt as stop:
-            if self.writer is not None and self.writer.stop_request:
-                return ExitCode.STOPPED, STOPPED_EARLY
-            code = ExitCode.PREEMPTED if isinstance(stop, Terminated) else ExitCode.INTERRUPTED
-            return code, "stopped outside of a training step; saved checkpoints and caches are intact"
-        return outcome.exit_code, outcome.message
-
     def _print_summary(self, code: ExitCode, message: str) -> None:
         if code is ExitCode.TAKEN_OVER:
             click.echo(f"smalti: ended with exit code {int(code)}: {message}", err=True)
@@ -224,26 +180,19 @@ class Preparation:
         results = self._results()
         for title, path in results.items():
             click.echo(f"  {title:<12} {path}", err=True)
-        if self.writer is not None and (goodput := self.directory.goodput()) is not None:
+        if self.site.writer is not None and (goodput := self.directory.goodput()) is not None:
             click.echo(f"  {'time':<12} {goodput}", err=True)
         complete = code is ExitCode.DONE
         click.echo(f"smalti: {'done' if complete else f'ended with exit code {int(code)}'}: {message}", err=True)
         if not self.directory.config_file.exists():  # removed by the user
             return
-        again = f"{program_name()} train {shlex.quote(str(self.directory.config_file))}"
-        options = self.config[LaunchOptions]
-        scheduled = self.config.source("machine_rank").startswith(SCHEDULER)
-        if options.machine_rank and not scheduled:
-            again += f" --machine_rank={options.machine_rank}"
+        again = f"{program_name()} train {shlex.quote(str(self.directory.config_file))}{self.site.flags()}"
         if complete:
             click.echo(f"  train longer {again}{_twice_as_long(self.config)}", err=True)
             if "checkpoint" in results:
                 click.echo(f"  use it       {self._export_command()}", err=True)
-        elif scheduled:
-            click.echo(f"  to resume    start the same job again; its command on each node can be {again}", err=True)
         else:
-            where = " on this node" if options.num_machines > 1 else ""
-            click.echo(f"  to resume    run the same command again, or{where} {again}", err=True)
+            click.echo(f"  to resume    {self.site.to_resume(again)}", err=True)
 
     def _export_command(self) -> str:
         """The command that writes what inference loads, which then says how."""
@@ -332,41 +281,14 @@ def _twice_as_long(config: Config) -> str:
     return f" --num_train_epochs={2 * options.num_train_epochs}" if options.num_train_epochs is not None else ""
 
 
-def _group(config: Config, plugins: Plugins, plan: LaunchPlan, kind: str, environment: Mapping[str, str]) -> Group | None:
-    """The group that starts again after a loss; None if the options want none, and for a rank that runs in this process."""
-    directory, options = RunDirectory(cast(Path, config[RunOptions].output_dir)), config[LaunchOptions]
-    if plan.launcher == "in-process" or not (options.elastic or options.restarts):
-        return None
-    sizes = possible_sizes(config, plugins)
-
-    def planned(other: Config) -> LaunchPlan:
-        return plan_launch(other, choose_distributed(other, plugins), directory.path, kind, environment)
-
-    return Group(config, sizes, directory, planned, lambda: _acquire(directory, config))
-
-
-def _acquire(directory: RunDirectory, config: Config) -> RunWriter:
-    """Acquire the run directory. Raises UserError if another run uses it."""
-    writer = acquire(
-        directory,
-        config_digest=config.digest,
-        world_size=config[LaunchOptions].num_processes,
-        mixed_precision=config[TrainingOptions].mixed_precision,
-        on_stop=interrupt_main_thread,
-    )
-    writer.events.mask = config.masked
-    return writer
-
-
 @contextmanager
-def _failures_recorded(writer: RunWriter | None, nodes: Nodes | None) -> Iterator[None]:
-    """Record an exception as the end of the run, also for the other nodes. It becomes `Stopped` if a stop was requested."""
+def _failures_recorded(site: LaunchSite) -> Iterator[None]:
+    """Record an exception as the end of the run. It becomes `Stopped` if a stop was requested."""
     try:
         yield
     except BaseException as error:
-        if nodes is not None:
-            nodes.close()
-        if writer is None:
+        site.close()
+        if (writer := site.writer) is None:
             raise
         if writer.ownership.lost and isinstance(error, KeyboardInterrupt):
             writer.close()

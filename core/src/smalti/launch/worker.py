@@ -16,9 +16,7 @@ from typing import cast
 
 from smalti.config import Config, restore
 from smalti.errors import ExitCode, UserError
-from smalti.launch.elastic.messages import Place
-from smalti.launch.elastic.sizes import for_nodes
-from smalti.launch.plan import DIGEST_VARIABLE, RESUME_VARIABLE
+from smalti.launch.plan import CHOSEN_VARIABLE, DIGEST_VARIABLE
 from smalti.plugins import Plugins, Selection, load_plugins, schema_of
 from smalti.rundir import RunDirectory
 from smalti.system import (
@@ -110,15 +108,13 @@ def load_run(directory: Path) -> tuple[Config, Plugins]:
             f"this node has other plugins than the launcher: {', '.join(plugins.versions)}",
             fix=f"install the same plugins: {', '.join(cast(list[str], launch['plugins']))}",
         )
-    return _of_generation(config, plugins), plugins
+    return _with_chosen(config), plugins
 
 
-def _of_generation(config: Config, plugins: Plugins) -> Config:
-    """The configuration for the nodes that this rank finds itself with, if they are other ones than those of the launch."""
-    if Place.of_process() is not None:
-        config = for_nodes(config, plugins, int(os.environ["GROUP_WORLD_SIZE"]))
-    if checkpoint := os.environ.get(RESUME_VARIABLE):
-        config = config.chosen("resume_from_checkpoint", checkpoint, "the newest of this launch")
+def _with_chosen(config: Config) -> Config:
+    """With the values that the launcher has chosen for these ranks in place of the configured ones."""
+    for name, (value, why) in json.loads(os.environ.get(CHOSEN_VARIABLE, "{}")).items():
+        config = config.chosen(name, value, why)
     return config
 
 

@@ -219,8 +219,9 @@ class FailureDetector:
                 for rank, doing in statuses.silent.items()
             ]
         who = "; ".join(causes) or "all ranks respond, but the connections between them broke"
-        if not statuses.failures and any(self._node(rank) in read_lost_peers().nodes for rank in statuses.gone):
-            fix = "check that node and its network; --node_timeout says how long it may be silent"
+        peers = read_lost_peers()
+        if not statuses.failures and any(self._node(rank) in peers.nodes for rank in statuses.gone):
+            fix = peers.fix
         elif statuses.gone or statuses.failures:
             fix = "the first rank that failed tells why; a killed one cannot: dmesg tells whether memory ran out"
         else:

@@ -44,6 +44,7 @@ _ANSWERS: Mapping[Callable[..., object], Answer] = {
     HookSpecs.register_checkpoint_formats: Answer("smalti.types:CheckpointFormat", several=True),
     HookSpecs.register_caches: Answer("smalti.types:CacheEntry", several=True),
     HookSpecs.configure_distributed: Answer("smalti.types:DistributedPlan"),
+    HookSpecs.configure_launch: Answer("smalti.types:LaunchEntry"),
     HookSpecs.detect_blocks: Answer("smalti.types:Block", several=True),
     HookSpecs.wrap_model: Answer("torch.nn:Module"),
     HookSpecs.build_optimizer: Answer("torch.optim:Optimizer"),

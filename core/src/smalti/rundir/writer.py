@@ -56,7 +56,7 @@ from smalti.system import Process
 ATTEMPT_VARIABLE = "SMALTI_ATTEMPT"
 """The environment variable that identifies the attempt at the run to which a process belongs."""
 GROUP_VARIABLE = "SMALTI_GENERATION"
-"""The environment variable that is set in processes of a group of nodes that can start again (`smalti.launch.elastic`)."""
+"""The environment variable that is set in processes of a group of nodes that can start again."""
 PHASE_SECONDS = 1.0
 """The least time between two events about phases. A shorter phase may be omitted."""
 

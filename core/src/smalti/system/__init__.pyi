@@ -6,6 +6,7 @@ from .exit_reports import (
     SIGNALLED as SIGNALLED,
     ExitReport as ExitReport,
     UnreturnedHook as UnreturnedHook,
+    allocated_ranks as allocated_ranks,
     describe as describe,
     exit_code_of as exit_code_of,
     hook_file as hook_file,
@@ -47,14 +48,6 @@ from .liveness import (
 from .lost_peers import LostPeers as LostPeers, read_lost_peers as read_lost_peers, write_lost_peers as write_lost_peers
 from .parent import PARENT_VARIABLE as PARENT_VARIABLE, die_with_parent as die_with_parent
 from .process import Process as Process, kill_tree as kill_tree, raise_open_files_limit as raise_open_files_limit
-from .schedulers.environment import ScheduledNodes as ScheduledNodes, scheduled_nodes as scheduled_nodes
-from .schedulers.hostlist import expand_hostlist as expand_hostlist
-from .schedulers.slurm import (
-    node_is_leaving as node_is_leaving,
-    read_time as read_time,
-    seconds_left as seconds_left,
-    unusable_nodes as unusable_nodes,
-)
 from .signals import (
     STOPPING as STOPPING,
     SignalFilter as SignalFilter,

@@ -94,7 +94,7 @@ def exit_report_file(rank: int | None = None) -> Path:
     return Path(os.environ[FOLDER_VARIABLE]) / _of_rank(own_rank() if rank is None else rank)
 
 
-def _of_rank(rank: int) -> str:
+def _of_rank(rank: int | str) -> str:
     return f"rank-{rank}.json"
 
 
@@ -113,6 +113,12 @@ def preallocate(folder: Path, ranks: Iterable[int]) -> None:
         (folder / _hook_of(rank)).write_bytes(b" " * HOOK_FILE_BYTES)
         (folder / _of_rank(rank)).write_bytes(b" " * _FILE_BYTES)
     (folder / _KILLED).write_bytes(b" " * _FILE_BYTES)
+
+
+def allocated_ranks(folder: Path) -> range:
+    """The ranks whose files were created, which are consecutive."""
+    ranks = sorted(int(path.stem.removeprefix("rank-")) for path in folder.glob(_of_rank("*")))
+    return range(ranks[0], ranks[-1] + 1) if ranks else range(0)
 
 
 def _write(path: Path, content: object) -> None:

@@ -20,10 +20,14 @@ _FILE = "lost.json"
 
 @dataclass(frozen=True, kw_only=True)
 class LostPeers:
-    """`nodes` that are lost, and `ranks` that were killed, by their numbers, each with how that was noticed."""
+    """`nodes` that are lost, and `ranks` that were killed, by their numbers, each with how that was noticed.
+
+    `fix` is what a user can do about lost nodes.
+    """
 
     nodes: Mapping[int, str] = field(default_factory=dict)
     ranks: Mapping[int, str] = field(default_factory=dict)
+    fix: str = field(default="", compare=False)
 
 
 def write_lost_peers(peers: LostPeers) -> None:
@@ -39,4 +43,5 @@ def read_lost_peers() -> LostPeers:
         values = json.loads((Path(folder) / _FILE).read_bytes()) if folder is not None else {}
     except (OSError, ValueError):
         return LostPeers()
-    return LostPeers(**{kind: {int(number): why for number, why in found.items()} for kind, found in values.items()})
+    nodes, ranks = ({int(number): why for number, why in values.get(kind, {}).items()} for kind in ("nodes", "ranks"))
+    return LostPeers(nodes=nodes, ranks=ranks, fix=values.get("fix", ""))

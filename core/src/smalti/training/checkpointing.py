@@ -42,7 +42,6 @@ def poll_save(run: Run, *, finish: bool = False, last: bool = False) -> None:
         return
     run.save_failure = result if isinstance(result, SaveError) else None
     if isinstance(result, Checkpoint):
-        run.time_limit.saved(result.seconds)
         run.saved_step = result.step
         notify_each(run.plugins, HookSpecs.on_checkpoint, run.state, checkpoint=result)
         return

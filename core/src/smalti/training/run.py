@@ -38,7 +38,6 @@ from smalti.training.loss import DenoisingLoss
 from smalti.training.metrics import log_metrics, metrics_of
 from smalti.training.optim.ema import Ema
 from smalti.training.optim.lr_schedule import Cadence, build_scheduler
-from smalti.training.time_limit import TimeLimit
 from smalti.training.utilization import Memory, Utilisation, peak_of
 from smalti.types import (
     Block,
@@ -91,7 +90,6 @@ class Run:
     cadence: Cadence
     checkpoints: CheckpointStore
     saver: Saver = field(init=False)
-    time_limit: TimeLimit = field(init=False)
     older_checkpoints: frozenset[str] = frozenset()
     """The names in the folder of checkpoints when the loop began: what other launches saved."""
     saved_step: int | None = None
@@ -133,8 +131,6 @@ class Run:
         closing.callback(self.batches.close)
         self.held_out = self._held_out()
         self.disk_space = DiskSpace(self.config, self.plugins, self.directory)
-        self.time_limit = TimeLimit(self.config, self.info.writer)
-        closing.callback(self.time_limit.close)
         self.recent, kind = SmoothedMetrics(), torch.device(self.world.device).type
         self.utilisation = Utilisation(
             family=self.family,

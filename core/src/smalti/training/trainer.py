@@ -23,7 +23,7 @@ from smalti.training.run import Run, reseed
 from smalti.training.validation.base_model import compare_with_base_model
 from smalti.training.validation.evaluation import evaluate
 from smalti.training.validation.validation import validate
-from smalti.types import Outcome, StepResult, StopReason
+from smalti.types import Outcome, StepBoundary, StepResult, StopReason
 
 
 def train(run: Run) -> Outcome:
@@ -65,7 +65,7 @@ def loop(run: Run) -> Outcome:
         if actions.outcome is not None:
             ended = save_from_healthy_rank(run, finish_save(run, actions.outcome))
             return finish(run, actions, ended)  # every rank returns here, or none does
-        with faults_answered(run, batch), run.time_limit.validating():
+        with faults_answered(run, batch):
             validate_and_evaluate(run, actions)
         if actions.save or actions.validate or actions.evaluate:
             run.parallel.barrier()  # waits for ranks whose hooks take longer
@@ -157,15 +157,22 @@ def agree(run: Run) -> StepActions:
     """
     state, cadence = run.state, run.cadence
     answer_reported(run)
-    run.time_limit.check(run)
+    saves, evaluates, validates = cadence.should_save(state), cadence.should_evaluate(state), cadence.should_validate(state)
+    boundary = StepBoundary(
+        saves=saves,
+        validates=validates or evaluates,
+        saving=run.saver.is_pending,
+        warn=lambda message, error: warn(run.plugins, state, message, error),
+    )
+    run.plugins.notify(HookSpecs.on_step_boundary, state=state, boundary=boundary)
     if state.step >= state.max_steps:
         state.request_stop(StopReason.COMPLETED, f"trained {state.step} steps")
-    requests = run.disk_space.pauses(state, is_main=run.world.is_main) << 3
-    requests |= cadence.should_save(state) << 2 | cadence.should_evaluate(state) << 1 | cadence.should_validate(state)
+    requests = run.disk_space.pauses(state, is_main=run.world.is_main) << 3 | saves << 2 | evaluates << 1 | validates
     agreed = run.parallel.all_reduce_max(int(state.stop_reason) << 4 | requests)
     reason, validates, evaluates = StopReason(agreed >> 4), bool(agreed & 1), bool(agreed & 2)
-    if reason is StopReason.PREEMPTED and run.parallel.all_reduce_max(int(run.time_limit.too_late(run))):
-        reason = StopReason.UNSAVED
+    if reason is StopReason.PREEMPTED:
+        run.plugins.notify(HookSpecs.on_step_boundary, state=state, boundary=replace(boundary, agreed=reason))
+        reason = StopReason(run.parallel.all_reduce_max(max(reason, state.stop_reason)))
     if reason is StopReason.NONE and agreed & 8:
         return StepActions(validate=False, evaluate=False, save=False, outcome=None, paused=True)
     if reason is StopReason.NONE:

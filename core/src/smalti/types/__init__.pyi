@@ -2,6 +2,7 @@ from .commands import CommandCollector as CommandCollector, Deferred as Deferred
 from .distribution import (
     Block as Block,
     DistributedPlan as DistributedPlan,
+    LaunchEntry as LaunchEntry,
     World as World,
 )
 from .faults import (
@@ -17,6 +18,7 @@ from .progress import (
     RankInfo as RankInfo,
     RunInfo as RunInfo,
     RunState as RunState,
+    StepBoundary as StepBoundary,
     StepResult as StepResult,
     StopReason as StopReason,
 )

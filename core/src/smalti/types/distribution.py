@@ -75,6 +75,18 @@ class DistributedPlan(Registered):
 
 
 @dataclass(frozen=True, kw_only=True)
+class LaunchEntry(Registered):
+    """Where and how the ranks of a launch start, if there is more to it than the ranks of one node.
+
+    `site` is "module:callable", imported in the launcher only. It is called as `callable(config, plugins, directory, kind,
+    write=...)`, like `smalti.launch.LaunchSite`, and returns one.
+    """
+
+    kind = "the launch"
+    site: str
+
+
+@dataclass(frozen=True, kw_only=True)
 class Block:
     """A repeated module of the model: the unit of sharding, activation checkpointing and compilation.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import IntEnum
@@ -144,6 +145,22 @@ class StepResult:
     peak_memory_mb: float | None = None
     smoothed_loss: float | None = None
     recent_samples_per_second: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepBoundary:
+    """What is known between two steps, before the ranks agree on what they do there.
+
+    `agreed` is the reason to stop that they have agreed on; NONE before. `saves` means that this rank is for saving a
+    checkpoint now, `validates` for validating or evaluating, `saving` that an earlier save has not ended. `warn` reports
+    something that failed, in a sentence and as an exception, to the log and to all observers.
+    """
+
+    agreed: StopReason = StopReason.NONE
+    saves: bool = False
+    validates: bool = False
+    saving: bool = False
+    warn: Callable[[str, Exception], None]
 
 
 @dataclass

@@ -11,8 +11,6 @@ from pathlib import Path
 import click
 
 from smalti.cli.arguments import CommandLine
-from smalti.cli.doctor.hosts import SSH, check_hosts
-from smalti.cli.doctor.nodes import check_this_node
 from smalti.cli.output import counted, print_table
 from smalti.cli.pages.help import Command
 from smalti.config import Config, RunOptions, as_toml
@@ -24,6 +22,7 @@ from smalti.types import Finding
 
 _COLOURS = {"ok": "green", "note": "cyan", "warning": "yellow", "error": "red"}
 _CONFIG_SECONDS = 300.0
+_SSH = "ssh -o BatchMode=yes -o ConnectTimeout=10"
 
 
 @click.command(
@@ -43,7 +42,7 @@ _CONFIG_SECONDS = 300.0
 @click.option("--measure", is_flag=True, help="Measure products, copies, memory and disk for about 10 s each.")
 @click.option("--nodes", is_flag=True, help="Check several nodes against each other: start it on all of them, or with --hosts.")
 @click.option("--hosts", metavar="A,B,C", help="With --nodes: the hosts, on which it is started over ssh.")
-@click.option("--ssh_command", metavar="COMMAND", default=SSH, show_default=True, help="The ssh command of --hosts.")
+@click.option("--ssh_command", metavar="COMMAND", default=_SSH, show_default=True, help="The ssh command of --hosts.")
 def doctor(
     arguments: tuple[str, ...],
     as_json: bool,
@@ -60,10 +59,12 @@ def doctor(
     """
     target = _bundle_target(bundle)
     words, run = _run_given(arguments)
-    if hosts is not None:
-        return check_hosts(hosts.split(","), words, ssh=ssh_command, as_json=as_json, measure=measure)
-    if nodes:
-        return check_this_node(words, as_json=as_json, measure=measure)
+    if nodes or hosts is not None:
+        from smalti_cluster.checks.command import nodes as check_nodes
+
+        flags = (*(["--json"] if as_json else []), *(["--measure"] if measure else []))
+        over_ssh = (f"--hosts={hosts}", f"--ssh_command={ssh_command}") if hosts is not None else ()
+        return int(check_nodes.main([*flags, *over_ssh, *words], standalone_mode=False))
     checked = bool(words) and (run is None or run.config_file.is_file())
     config, plugins, problems = _resolved(words)
     mask = Mask.of_run(config)

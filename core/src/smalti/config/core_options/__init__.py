@@ -6,7 +6,7 @@ Names are the reference trainer's where it has the feature, so that its users' f
 from __future__ import annotations
 
 from smalti.config.core_options.data import DataOptions
-from smalti.config.core_options.launch import LaunchOptions, machines_of_nodes
+from smalti.config.core_options.launch import LaunchOptions
 from smalti.config.core_options.model import ModelOptions
 from smalti.config.core_options.run import CheckpointOptions, PluginOptions, RunOptions, TrackingOptions
 from smalti.config.core_options.training import ObjectiveOptions, OptimizerOptions, TrainingOptions
@@ -23,7 +23,7 @@ GROUPS = (
     OptionGroup(name="objective", title="Objective", options=ObjectiveOptions),
     OptionGroup(name="validation", title="Validation", options=ValidationOptions),
     OptionGroup(name="checkpoints", title="Checkpoints", options=CheckpointOptions),
-    OptionGroup(name="launch", title="Launch", options=LaunchOptions, derived=machines_of_nodes),
+    OptionGroup(name="launch", title="Launch", options=LaunchOptions),
     OptionGroup(name="tracking", title="Tracking", options=TrackingOptions),
     OptionGroup(name="plugins", title="Plugins", options=PluginOptions),
 )

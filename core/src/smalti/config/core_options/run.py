@@ -36,22 +36,6 @@ def _phase_deadlines(pairs: tuple[str, ...]) -> tuple[str, ...]:
     return pairs
 
 
-_DURATION = re.compile(r"(?:(\d+)d)?(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s?)?")
-
-
-def _in_seconds(value: object) -> object:
-    """A duration such as "1h30m" in seconds."""
-    if not isinstance(value, str):
-        return value
-    if (found := _DURATION.fullmatch(value.strip().lower())) is None:
-        raise ValueError("it is not a time such as 90s, 10m, 1h30m or 2d")
-    days, hours, minutes, seconds = (int(part or 0) for part in found.groups())
-    return ((days * 24 + hours) * 60 + minutes) * 60 + seconds
-
-
-Seconds = Annotated[int | None, BeforeValidator(_in_seconds)]
-
-
 def _size(text: str | None) -> str | None:
     """Raises ValueError for a text that is not a size."""
     if text is not None:
@@ -94,24 +78,6 @@ class RunOptions(Options):
         help="Stop after this many skipped steps in a row. Steps are skipped for a non-finite loss or an accelerator fault.",
         level="advanced",
         ge=1,
-    )
-
-    time_limit: Seconds = option(
-        None, help="Time that this launch may take, as in 24h or 90m. Default: what SLURM says of its job.", ge=1
-    )
-    stop_before: Seconds = option(
-        None,
-        help="Save and stop so that the checkpoint is complete this long before the time limit, as in 5m.",
-        ge=0,
-    )
-    grace_seconds: int | None = option(
-        None,
-        help="Seconds between the signal of a scheduler and the kill. A save that would take longer is not begun.",
-        level="advanced",
-        ge=0,
-    )
-    stop_on_drain: bool = option(
-        True, help="Under SLURM, save and stop (exit code 6) when this node is drained or fails.", level="advanced"
     )
     phase_deadlines: Annotated[Names, AfterValidator(_phase_deadlines)] = option(
         (),

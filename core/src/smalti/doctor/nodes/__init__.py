@@ -1,1 +1,0 @@
-"""The nodes of a launch, checked against each other. Imports no torch."""

@@ -1,0 +1,93 @@
+"""What the process that starts the ranks of a node of several adds to torch's agent. Called by `smalti.launch.agent`.
+
+Importing this module imports no torch.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from typing import cast
+
+from smalti.errors import ExitCode
+from smalti.system import write_exit_report_as
+from smalti_cluster.elastic.messages import Place
+from smalti_cluster.elastic.rendezvous import GroupMember
+from smalti_cluster.nodes.node_watch import note_killed, watch_nodes
+
+FIRST_RANK_VARIABLE = "SMALTI_FIRST_RANK"
+"""The environment variable with the lowest rank of this node."""
+EXIT_SECONDS = 3.0
+"""The agents of several nodes wait this long for each other once their ranks have ended."""
+
+
+def extend() -> Callable[[int], None] | None:
+    """Before ranks start: watch the other nodes, and form a group if lost ranks start again."""
+    shorten_exit_barrier()
+    explain_rendezvous()
+    watch_nodes()
+    note_killed_ranks()
+    if (place := Place.of_process()) is None:
+        return None
+    member = GroupMember(place)
+    member.install()
+    return member.finish
+
+
+def note_killed_ranks() -> None:
+    """Let the other nodes know which ranks were killed by a signal, before the remaining ones are stopped."""
+    from torch.distributed.elastic.multiprocessing.api import SubprocessContext
+
+    close = SubprocessContext._close
+
+    def note_and_close(self: SubprocessContext, death_sig: signal.Signals, timeout: int = 30) -> None:
+        handlers: Mapping[int, subprocess.Popen[bytes]] = {
+            int(self.envs[local]["RANK"]): handler.proc for local, handler in self.subprocess_handlers.items()
+        }
+        note_killed(handlers)
+        close(self, death_sig, timeout)
+
+    SubprocessContext._close = note_and_close  # type: ignore[method-assign]
+
+
+def shorten_exit_barrier() -> None:
+    """Let torch's agent wait at most `EXIT_SECONDS` for the agents of other nodes once its own ranks have ended.
+
+    Ranks end together (`smalti.launch.rank`), so nothing depends on it but the store, which is in the agent of node 0. torch
+    waits 300 seconds for an agent that was stopped by a signal.
+    """
+    from torch.distributed.elastic.agent.server.api import _TERMINAL_STATE_SYNC_ID, SimpleElasticAgent
+    from torch.distributed.elastic.utils.store import barrier
+
+    def wait_for_agents(self: SimpleElasticAgent) -> None:
+        with suppress(RuntimeError):  # one has ended, or with it the store
+            nodes = cast(int, self._worker_group.group_world_size)
+            barrier(self._store, nodes, _TERMINAL_STATE_SYNC_ID, barrier_timeout=EXIT_SECONDS)
+
+    SimpleElasticAgent._exit_barrier = wait_for_agents  # type: ignore[method-assign]
+
+
+def explain_rendezvous() -> None:
+    """Report it if the nodes do not find each other: torch's agent ends before it has started a rank."""
+    from torch.distributed.elastic.rendezvous.api import RendezvousInfo
+    from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
+
+    meet = StaticTCPRendezvous.next_rendezvous
+
+    def meet_or_report(self: StaticTCPRendezvous) -> RendezvousInfo:
+        try:
+            return meet(self)
+        except RuntimeError as error:
+            where, seconds = f"{self.master_addr}:{self.master_port}", int(self.timeout.total_seconds())
+            reason = str(error).partition("\n")[0].strip()
+            met = f"the {self.world_size} nodes did not all connect to {where} within {seconds} s"
+            message = f"{met}, so no rank was started: {reason}"
+            fix = "give all nodes the same --main_process_ip and --main_process_port, and check that they reach that address"
+            write_exit_report_as(int(os.environ.get(FIRST_RANK_VARIABLE, "0")), ExitCode.PREFLIGHT, f"{message}\n  fix: {fix}")
+            sys.exit(int(ExitCode.PREFLIGHT))  # the launcher prints the message
+
+    StaticTCPRendezvous.next_rendezvous = meet_or_report  # type: ignore[method-assign]

@@ -1,0 +1,1 @@
+"""The nodes of a launch, checked against each other: before ranks start, and by `smalti doctor --nodes`."""

@@ -1,0 +1,138 @@
+"""Which numbers of nodes a run can use, what a node does after an exit code, and when a node counts as lost."""
+
+import socket
+import time
+from dataclasses import replace
+
+import pytest
+
+from smalti.config import LaunchOptions, TrainingOptions
+from smalti.errors import ConfigError, ExitCode, FaultLoopError
+from smalti.rundir import CircuitFault, open_circuit
+from smalti_cluster.elastic.excluded import EXCLUDED, exclude, refuse_excluded
+from smalti_cluster.elastic.messages import Generation, GroupEnd, Place, read_group_end
+from smalti_cluster.elastic.policy import decide, fault_of_node
+from smalti_cluster.elastic.rendezvous import LOST_SECONDS, KeepAlives
+from smalti_cluster.elastic.sizes import possible_sizes
+from smalti_cluster.options import ClusterOptions, is_elastic, node_range
+
+FAULT = CircuitFault(kind="ecc", time=1000.0, step=7, host=socket.gethostname(), rank=3, uuid="GPU-1", message="row 4")
+
+
+@pytest.fixture
+def sizes(configure, plugins):
+    def of(nodes, **options):
+        flags = {"nodes": nodes, "main_process_ip": "10.0.0.1", "model_family": "toy", "output_dir": "run", **options}
+        flags |= {"instance_data_dir": "pictures", "max_train_steps": 1}
+        return possible_sizes(configure(*(f"--{name}={value}" for name, value in flags.items())), plugins)
+
+    return of
+
+
+def test_accumulation_keeps_the_effective_batch_on_each_usable_number_of_nodes(sizes):
+    found = sizes("2:6", num_processes=48, gradient_accumulation_steps=2, train_batch_size=1)  # 96 samples
+    assert {
+        nodes: (config[LaunchOptions].num_processes, config[TrainingOptions].gradient_accumulation_steps)
+        for nodes, config in found.configs.items()
+    } == {2: (16, 6), 3: (24, 4), 4: (32, 3), 6: (48, 2)}
+    assert found.refused == {5: "the effective batch of 96 does not divide by 5 x 8 ranks x train_batch_size=1 = 40"}
+    assert [found.usable(present) for present in (1, 2, 5, 6, 9)] == [None, 2, 4, 6, 6]
+    assert found.notices() == [f"5 nodes cannot be used: {found.refused[5]}"]
+
+
+def test_nodes_above_the_number_for_which_the_batch_is_computed_are_spares(sizes):
+    found = sizes("3:5", num_machines=4, num_processes=8, train_batch_size=3, gradient_accumulation_steps=1)  # 24 samples
+    assert (found.configs.keys(), found.usable(5)) == ({4}, 4)
+
+
+def test_without_enough_usable_nodes_no_size_is_found(sizes):
+    found = sizes("2:3", num_processes=3, train_batch_size=1, gradient_accumulation_steps=7)  # 21 samples
+    assert found.refused == {2: "the effective batch of 21 does not divide by 2 x 1 ranks x train_batch_size=1 = 2"}
+    assert (found.usable(2), found.usable(3)) == (None, 3)
+
+
+@pytest.mark.parametrize("nodes", ["0", "3:2", "2:", "four", "2:3:4"])
+def test_a_range_that_is_none_is_refused(configure, nodes):
+    with pytest.raises(ConfigError, match="it must be a number of nodes, or MIN:MAX"):
+        configure(f"--nodes={nodes}")
+
+
+def test_options_of_the_range(configure):
+    found = [
+        configure(*flags.split()) for flags in ("--nodes=2:4", "--nodes=3", "--num_machines=2", "--nodes=2:4 --num_machines=3")
+    ]
+    assert [
+        (one[LaunchOptions].num_machines, node_range(one), one[ClusterOptions].restarts, is_elastic(one)) for one in found
+    ] == [
+        (4, (2, 4), 3, True),
+        (3, (3, 3), 0, False),
+        (2, (2, 2), 0, False),
+        (3, (2, 4), 3, True),
+    ]
+
+
+@pytest.mark.parametrize("code", [code for code in ExitCode if code not in (ExitCode.KILLED, ExitCode.GPU_FAULT)])
+def test_only_losses_and_faults_start_a_group_again(code):
+    assert {decide(code, faulty=faulty, alone=alone) for faulty in (True, False) for alone in (True, False)} == {"end"}
+
+
+def test_the_node_with_the_fault_leaves_and_the_others_go_on():
+    assert decide(ExitCode.GPU_FAULT, faulty=True, alone=False) == "leave"
+    assert decide(ExitCode.GPU_FAULT, faulty=False, alone=False) == "again"
+    assert decide(ExitCode.GPU_FAULT, faulty=True, alone=True) == "end"
+    assert {decide(ExitCode.KILLED, faulty=False, alone=alone) for alone in (True, False)} == {"again"}
+
+
+def test_a_fault_is_of_the_node_whose_rank_has_recorded_it_in_this_generation(tmp_path):
+    open_circuit(tmp_path, 1, FAULT)
+    assert fault_of_node(tmp_path, range(2, 4), since=999.0) == FAULT
+    assert fault_of_node(tmp_path, range(2), since=999.0) is None
+    assert fault_of_node(tmp_path, range(2, 4), since=1001.0) is None
+    open_circuit(tmp_path, 1, replace(FAULT, rank=0, host="another"))
+    assert fault_of_node(tmp_path, range(1), since=0.0) is None
+
+
+def test_an_excluded_node_is_not_started_again_until_the_file_is_gone(tmp_path):
+    refuse_excluded(tmp_path, 1)
+    exclude(tmp_path, 1, FAULT)
+    refuse_excluded(tmp_path, 2)
+    with pytest.raises(FaultLoopError, match=r"node 1 .* ecc: row 4"):
+        refuse_excluded(tmp_path, 1)
+    (tmp_path / EXCLUDED).unlink()
+    refuse_excluded(tmp_path, 1)
+
+
+def test_a_node_is_lost_when_its_keep_alive_does_not_change_whatever_its_clock_says():
+    now = 0.0
+    alive = KeepAlives(lambda: now)
+    skewed = 10**9
+    assert alive.lost({"a": skewed, "b": 5}) == []
+    now = LOST_SECONDS
+    assert alive.lost({"a": skewed + 1, "b": 5}) == []
+    now += 1
+    assert alive.lost({"a": skewed + 1, "b": 5}) == ["b"]
+    assert alive.lost({"a": skewed + 1, "b": 6}) == []
+
+
+def test_what_launcher_and_agent_pass_on_arrives(tmp_path, monkeypatch):
+    generation = Generation(number=2, attempt=1.5, host=1, address="::1", port=7, present=3, used=2, checkpoints=("step-1",))
+    place = Place(
+        generation=generation,
+        machine_rank=2,
+        name="n",
+        address="a",
+        most=4,
+        seconds=5,
+        directory="d",
+        begun=time.time(),
+        end="e",
+    )
+    assert Place.of_process() is None
+    monkeypatch.setenv(*next(iter(place.variables().items())))
+    found = Place.of_process()
+    assert (replace(found, generation=generation), found.generation.number) == (place, 2)
+    end = GroupEnd(first_rank=4, count=2, decision="leave", again=(0, 1), lost=("node 3",), end=(1, "failed"))
+    file = tmp_path / "end.json"
+    assert read_group_end(file) is None
+    end.write(str(file))
+    assert (read_group_end(file), end.ranks) == (end, range(4, 6))
