@@ -25,10 +25,10 @@ from smalti.models.weights import materialise, without_weights
 from smalti.plugins.discovery import load_plugins
 from smalti.plugins.lookup import check_sharding, choose_distributed, find_family
 from smalti.plugins.schema import check, schema_of
-from smalti.training.failures.out_of_memory import memory_use
 from smalti_diffusers.lora.assistant import ASSISTANT
 from smalti_diffusers.lora.quantisation import QuantisedLinear, _restored as restored, check_device, quantise, storage
 from smalti_diffusers.lora.strength import adapter_scaled
+from smalti_plan.out_of_memory import memory_use
 from smalti_testing.family_subject import CAPTIONS, FamilySubject
 
 pytest.importorskip("torchao")  # optional, and noisy on a CPU wherever diffusers is imported: only where it is installed

@@ -7,7 +7,10 @@ from PIL import Image
 
 from smalti import World
 from smalti.errors import UserError
-from smalti.planning import FAST, SLOW, Rates, calibrate, calibration_of, choices, fitted, measure_rates
+from smalti_plan.calibration import calibrate, calibration_of, fitted
+from smalti_plan.choices import choices
+from smalti_plan.formulas.time import FAST, SLOW
+from smalti_plan.rates import Rates, measure_rates
 from support.planned import H100, MODEL, RUN, WHOLE, sharded
 
 CPU = replace(H100, name="cpu", title="a processor", kind="cpu")

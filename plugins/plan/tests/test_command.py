@@ -12,8 +12,8 @@ from smalti.cli.arguments import CommandLine
 from smalti.cli.entry import smalti
 from smalti.errors import UserError
 from smalti.parallel import device_models
-from smalti.planning import STEPS
 from smalti.plugins import choose_distributed
+from smalti_plan.calibration import STEPS
 
 CRASHES = {
     "exit": (
@@ -138,7 +138,7 @@ def test_a_rehearsal_that_crashes_or_hangs_leaves_the_table_with_a_note(crash, t
     compiler.chmod(0o755)
     monkeypatch.setenv("CXX", str(compiler))
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
-    monkeypatch.setattr("smalti.planning.rehearsal.rehearse._LIMIT", 1.0 if crash == "hang" else 60.0)
+    monkeypatch.setattr("smalti_plan.rehearsal.rehearse._LIMIT", 1.0 if crash == "hang" else 60.0)
     arguments = ["plan", *TOY, "--gpu=h100-80g", "--rehearse"]
     result = CliRunner().invoke(smalti, arguments, catch_exceptions=False, standalone_mode=False)
     assert result.return_value == 0

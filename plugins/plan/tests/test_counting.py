@@ -8,8 +8,8 @@ from torch import nn
 
 from smalti.models import blocks_named, materialise
 from smalti.models.weights import without_weights
-from smalti.planning.counting import count_facts
-from smalti.planning.facts import ModelFacts
+from smalti_plan.counting import count_facts
+from smalti_plan.facts import ModelFacts
 from smalti_testing.tiny import TinyFamily
 
 

@@ -5,9 +5,10 @@ from dataclasses import replace
 import pytest
 
 from smalti import World
-from smalti.planning import Forecast, choices, forecast_of
 from smalti.plugins import choose_distributed
 from smalti.rundir import RunDirectory, acquire
+from smalti_plan.choices import choices
+from smalti_plan.forecast import Forecast, forecast_of
 from support.planned import H100, MODEL, RUN, WHOLE, sharded
 
 WORLD = World(size=8, local_size=8, device="cuda")

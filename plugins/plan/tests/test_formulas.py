@@ -7,8 +7,7 @@ from hypothesis import given, settings, strategies as st
 
 from smalti import FrozenStorage, World
 from smalti.errors import UserError
-from smalti.planning import choices
-from smalti.planning.choices import estimate, micro_batches
+from smalti_plan.choices import choices, estimate, micro_batches
 from support.planned import H100, MODEL, MODES, RUN, WHOLE, sharded
 
 

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from smalti.training.failures.memory_use import MemoryUse, amounts, out_of_memory_message, remedies
+from smalti_plan.memory_use import MemoryUse, amounts, out_of_memory_message, remedies
 
 GIB = 2**30
 SAID = (

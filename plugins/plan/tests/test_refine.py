@@ -3,9 +3,9 @@
 from dataclasses import replace
 
 from smalti import World
-from smalti.planning import NOT_REHEARSED, choices, replaced, worth_rehearsing
-from smalti.planning.records import MemoryParts, PhasePeak, RehearsalError
-from smalti.planning.refine import judged
+from smalti_plan.choices import choices
+from smalti_plan.records import MemoryParts, PhasePeak, RehearsalError
+from smalti_plan.refine import NOT_REHEARSED, judged, replaced, worth_rehearsing
 from support.planned import H100, MODEL, RUN, WHOLE, sharded
 
 WORLD = World(size=8, local_size=8, device="cuda")

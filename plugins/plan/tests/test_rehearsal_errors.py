@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from smalti.planning.rehearsal.child import explained
+from smalti_plan.rehearsal.child import explained
 
 
-@pytest.mark.parametrize("folder", ["/home/me/torch", "/home/me/smalti/planning"])
+@pytest.mark.parametrize("folder", ["/home/me/torch", "/home/me/smalti_plan"])
 def test_an_error_names_the_innermost_line_that_is_not_of_torch_wherever_the_users_code_lies(folder):
     code = compile("def forward():\n    torch.zeros(2).view(3)\n", f"{folder}/model.py", "exec")
     exec(code, names := {"torch": torch})

@@ -22,11 +22,10 @@ from smalti.config import ONLY_ON_CUDA, PER_MACHINE, Config, LaunchOptions, Trai
 from smalti.errors import PreflightError, UserError
 from smalti.launch.network import interface_settings
 from smalti.launch.node_watch import TIMEOUT_VARIABLE
-from smalti.parallel import in_bf16, is_rocm
+from smalti.parallel import ALLOCATOR_VARIABLES, in_bf16, is_rocm
 from smalti.plugins import Plugins
 from smalti.rundir import RunDirectory
 from smalti.system import atomic_write
-from smalti.training import ALLOCATOR_VARIABLES
 from smalti.types import DistributedPlan
 
 Launcher = Literal["in-process", "elastic", "accelerate"]

@@ -31,6 +31,7 @@ from smalti.config import (
 )
 from smalti.data import PreparedData, check_caches, check_sources, ranks_scan, scan_data, scan_progress, total_steps
 from smalti.errors import ConfigError, ExitCode, GpuFaultError, TakenOverError
+from smalti.hookspecs import HookSpecs
 from smalti.launch.checks import check_run, refuse_fault_loop
 from smalti.launch.elastic.group import Group
 from smalti.launch.elastic.sizes import possible_sizes
@@ -49,8 +50,7 @@ from smalti.launch.plan import (
 from smalti.launch.schedulers.drain import stop_on_drain
 from smalti.launch.standby import StandbyLauncher
 from smalti.parallel import ImageSize, accelerator_kind, choose_precision, cost_of, cpu_notices, describe, describe_devices
-from smalti.planning import Forecast, forecast_of
-from smalti.plugins import Plugins, choose_distributed
+from smalti.plugins import Plugins, choose_distributed, told_by_each
 from smalti.rundir import STOPPED_EARLY, RunDirectory, RunWriter, acquire, overview
 from smalti.system import Stopped, Terminated, exit_reports, importing, interrupt_main_thread
 from smalti.training import check_resumable
@@ -84,7 +84,6 @@ class Preparation:
     writer: RunWriter | None
     notices: tuple[str, ...]
     nodes: Nodes | None = None
-    forecast: Forecast | None = None
     group: Group | None = None
 
     @classmethod
@@ -120,7 +119,8 @@ class Preparation:
         notices += [*config.notices, *checked.notices, *checked.family.notices, *plan.notices, *cost_of(config, kind)]
         described = {"device": describe_devices(config, kind), "precision": describe(config, kind), "network": network}
         facts = {name: fact for name, fact in described.items() if fact}
-        forecast = None if joins else forecast_of(config, plugins, distributed, kind)
+        hook = HookSpecs.notices_before_launch
+        of_plugins = [] if joins else told_by_each(plugins, hook, config=config, plan=distributed, kind=kind)
         writer = _acquire(directory, config) if write and not joins else None
         with _failures_recorded(writer, nodes):
             if nodes is not None and writer is not None:
@@ -144,9 +144,8 @@ class Preparation:
             facts=facts,
             writer=writer,
             nodes=nodes,
-            forecast=forecast,
             group=group,
-            notices=tuple(dict.fromkeys([*notices, *(forecast.notices if forecast is not None else ())])),
+            notices=tuple(dict.fromkeys([*notices, *of_plugins])),
         )
 
     @staticmethod
@@ -178,7 +177,11 @@ class Preparation:
                 code, message = self._run(standby)
         writer = self.writer if self.group is None else self.group.writer
         if writer is not None:
-            self._compare_forecast(writer)
+            lines = told_by_each(
+                self.plugins, HookSpecs.on_launch_end, directory=self.directory, events=writer.events, code=code
+            )
+            for line in lines:
+                click.echo(f"  {line}", err=True)
             writer.end_launch(code, message)
             if writer.ownership.lost:
                 code, message = ExitCode.TAKEN_OVER, writer.ownership.message
@@ -186,12 +189,6 @@ class Preparation:
         if writer is not None:
             writer.close()
         return code
-
-    def _compare_forecast(self, writer: RunWriter) -> None:
-        if self.forecast is not None and (compared := self.forecast.compared(self.directory)) is not None:
-            measured, line = compared
-            writer.events.append("memory", step=None, measured=int(measured), **self.forecast.event())
-            click.echo(f"  {'memory':<12} {line}", err=True)
 
     def _run(self, standby: StandbyLauncher | None) -> tuple[ExitCode, str]:
         if self.group is not None:

@@ -16,6 +16,7 @@ from .observers import (
     observed as observed,
     rank_observed as rank_observed,
     summary as summary,
+    told_by_each as told_by_each,
     warn as warn,
 )
 from .registry import (

@@ -7,7 +7,6 @@ from .build_run import (
     wrap_model as wrap_model,
 )
 from .failures.fault_watch import FaultWatch as FaultWatch
-from .failures.memory_use import ALLOCATOR_VARIABLES as ALLOCATOR_VARIABLES
 from .failures.out_of_memory import memory_explained as memory_explained
 from .failures.watchdog import LEAVE_SECONDS as LEAVE_SECONDS, Watchdog as Watchdog
 from .hangs.flight_recorder import FLIGHT_RECORDER as FLIGHT_RECORDER

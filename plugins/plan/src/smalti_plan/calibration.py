@@ -21,14 +21,14 @@ from statistics import median
 
 from smalti.errors import UserError
 from smalti.parallel import DeviceModel, Products
-from smalti.planning.choices import Choice
-from smalti.planning.facts import ModelFacts
-from smalti.planning.formulas.run_facts import RunFacts
-from smalti.planning.formulas.time import FAST, SLOW, Efficiency, time_of
-from smalti.planning.rates import Rates, measure_rates
 from smalti.plugins import CacheFile
 from smalti.rundir import RunDirectory
 from smalti.system import kill_tree
+from smalti_plan.choices import Choice
+from smalti_plan.facts import ModelFacts
+from smalti_plan.formulas.run_facts import RunFacts
+from smalti_plan.formulas.time import FAST, SLOW, Efficiency, time_of
+from smalti_plan.rates import Rates, measure_rates
 
 CACHE = "plan-calibrations"
 STEPS = 13

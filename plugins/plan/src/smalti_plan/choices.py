@@ -10,14 +10,14 @@ from smalti.config import Config, DataOptions
 from smalti.errors import UserError
 from smalti.hookspecs import HookSpecs
 from smalti.parallel import DeviceModel
-from smalti.planning.facts import ModelFacts
-from smalti.planning.fit import Fit, fit_of
-from smalti.planning.formulas.memory import memory_of
-from smalti.planning.formulas.run_facts import RunFacts
-from smalti.planning.formulas.time import FAST, SLOW, Efficiency, StepTime, time_of
-from smalti.planning.records import Candidate, Rehearsal, RehearsalError, Traffic
 from smalti.plugins import Plugins
 from smalti.types import Communication, FrozenStorage, Recompute, Strategy, World
+from smalti_plan.facts import ModelFacts
+from smalti_plan.fit import Fit, fit_of
+from smalti_plan.formulas.memory import memory_of
+from smalti_plan.formulas.run_facts import RunFacts
+from smalti_plan.formulas.time import FAST, SLOW, Efficiency, StepTime, time_of
+from smalti_plan.records import Candidate, Rehearsal, RehearsalError, Traffic
 
 _ORDER = {"fits": 0, "tight": 1, "does not fit": 2}
 

@@ -10,40 +10,21 @@ from dataclasses import replace
 
 import click
 
-from smalti.cli.arguments import CommandLine
-from smalti.cli.output import print_table
-from smalti.cli.pages.help import Command
+from smalti.cli import Command, CommandLine, print_table
 from smalti.config import Config, LaunchOptions
 from smalti.errors import ExitCode, UserError
 from smalti.parallel import DeviceModel
-from smalti.planning import (
-    FAST,
-    NOT_REHEARSED,
-    RIGHT,
-    SLOW,
-    STEPS,
-    TITLES,
-    Calibration,
-    Choice,
-    ModelFacts,
-    RunFacts,
-    calibrate,
-    calibration_of,
-    choices,
-    configured,
-    document,
-    facts_of,
-    flags,
-    named_device,
-    parts,
-    refined,
-    replaced,
-    row,
-    strategies_for,
-    worth_rehearsing,
-)
 from smalti.plugins import Plugins, choose_distributed
 from smalti.types import World
+from smalti_plan.calibration import STEPS, Calibration, calibrate, calibration_of
+from smalti_plan.choices import Choice, choices, configured, strategies_for
+from smalti_plan.counted import facts_of
+from smalti_plan.facts import ModelFacts
+from smalti_plan.formulas.run_facts import RunFacts
+from smalti_plan.formulas.time import FAST, SLOW
+from smalti_plan.here import named_device
+from smalti_plan.refine import NOT_REHEARSED, refined, replaced, worth_rehearsing
+from smalti_plan.report import RIGHT, TITLES, document, flags, parts, row
 
 _SHOWN = 8
 _MOST = 65_536

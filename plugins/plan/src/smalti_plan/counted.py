@@ -1,6 +1,6 @@
 """The facts of a model, counted in a process of its own and kept for the next time. Imports no torch.
 
-`python -m smalti.planning.counted` is that process: options as JSON come in, facts go out.
+`python -m smalti_plan.counted` is that process: options as JSON come in, facts go out.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from typing import cast
 from smalti.config import Config, restore
 from smalti.errors import UserError
 from smalti.parallel import in_bf16
-from smalti.planning.facts import ModelFacts
-from smalti.planning.rehearsal.rehearse import model_files
 from smalti.plugins import CacheFile, Plugins, Selection, family_entry, find_family, load_plugins, schema_of
+from smalti_plan.facts import ModelFacts
+from smalti_plan.rehearsal.rehearse import model_files
 
 CACHE = "model-facts"
 _UNRELATED = frozenset(
     (
         *("run", "launch", "optimizer", "validation", "checkpoints", "tracking", "plugins", "fsdp", "context", "deepspeed"),
-        "trackers",
+        *("trackers", "plan"),
     )
 )
 """Sections of options that change no count."""
@@ -85,7 +85,7 @@ def _key(request: Mapping[str, object], config: Config, plugins: Plugins) -> str
 
 def _in_process(request: Mapping[str, object], config: Config) -> ModelFacts:
     done = subprocess.run(
-        [sys.executable, "-m", "smalti.planning.counted"],
+        [sys.executable, "-m", "smalti_plan.counted"],
         input=json.dumps(request),
         env={**os.environ, **config.secrets()},
         capture_output=True,
@@ -108,8 +108,8 @@ def count(request: Mapping[str, object]) -> ModelFacts:
 
     from smalti.data import largest_bucket
     from smalti.models import dry_run
-    from smalti.planning.counting import count_facts
     from smalti.training import build_model
+    from smalti_plan.counting import count_facts
 
     values = cast(dict[str, object], request["values"])
     only, without = (tuple(cast(list[str], values[name])) for name in ("plugins", "without"))
@@ -144,7 +144,7 @@ def _main() -> None:
     except UserError as error:
         answer = {"error": error.message, "fix": error.fix}
     except Exception as error:  # noqa: BLE001 - what a run would end with
-        from smalti.planning.rehearsal.child import explained
+        from smalti_plan.rehearsal.child import explained
 
         found = explained(error, "forward")
         answer = {"error": f"the model cannot be counted: {found.message}", "fix": f"look at {found.where}"}

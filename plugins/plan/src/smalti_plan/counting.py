@@ -20,9 +20,9 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
 from smalti.diffusion import Conditioning
 from smalti.models import ModelFamily
-from smalti.planning.facts import BlockFacts, ModelFacts, SampleFacts
-from smalti.planning.rehearsal.block import BackwardMemory, backward_memory
 from smalti.types import Block
+from smalti_plan.facts import BlockFacts, ModelFacts, SampleFacts
+from smalti_plan.rehearsal.block import BackwardMemory, backward_memory
 
 
 def count_facts(

@@ -1,6 +1,6 @@
 """What the formulas need to know of a model: numbers of parameters, activations and operations, counted once.
 
-Importing this module imports no torch; `smalti.planning.counting` counts them.
+Importing this module imports no torch; `smalti_plan.counting` counts them.
 """
 
 from __future__ import annotations

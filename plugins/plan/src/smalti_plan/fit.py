@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from smalti.parallel import DeviceModel
-from smalti.planning.records import Rehearsal
+from smalti_plan.records import Rehearsal
 
 FitLevel = Literal["fits", "tight", "does not fit"]
 _GIB = 2**30

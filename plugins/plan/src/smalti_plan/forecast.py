@@ -6,17 +6,17 @@ import logging
 from dataclasses import dataclass
 from itertools import takewhile
 
-from smalti.config import Config, LaunchOptions
+from smalti.config import Config, LaunchOptions, PluginOptions
 from smalti.errors import UserError
 from smalti.parallel import DeviceModel
-from smalti.planning.choices import Choice, choices, configured, strategies_for
-from smalti.planning.counted import facts_of
-from smalti.planning.formulas.run_facts import RunFacts
-from smalti.planning.here import named_device
-from smalti.planning.report import flags
-from smalti.plugins import Plugins
+from smalti.plugins import Selection, load_plugins
 from smalti.rundir import RunDirectory, read_events_backwards
 from smalti.types import DistributedPlan, World
+from smalti_plan.choices import Choice, choices, configured, strategies_for
+from smalti_plan.counted import facts_of
+from smalti_plan.formulas.run_facts import RunFacts
+from smalti_plan.here import named_device
+from smalti_plan.report import flags
 
 _GIB = 2**30
 _log = logging.getLogger(__name__)
@@ -68,14 +68,14 @@ class Forecast:
         return measured, f"{measured / _GIB:.1f} GiB in tensors at the peak; {self.range} were expected, with allowances"
 
 
-def forecast_of(config: Config, plugins: Plugins, plan: DistributedPlan, kind: str) -> Forecast | None:
-    """The forecast for devices of this kind of this node; None if it is switched off or nothing is known about them.
+def forecast_of(config: Config, plan: DistributedPlan, kind: str) -> Forecast | None:
+    """The forecast for devices of this kind of this node; None if nothing is known about them.
 
-    `--memory_forecast=auto` forecasts for accelerators only. Counting a model that was not counted before takes seconds.
+    Counting a model that was not counted before takes seconds.
     """
     options = config[LaunchOptions]
-    if options.memory_forecast == "off" or (options.memory_forecast == "auto" and kind == "cpu"):
-        return None
+    chosen = config[PluginOptions]
+    plugins = load_plugins(Selection(only=chosen.plugins, without=chosen.without))
     local = options.num_processes // options.num_machines
     try:
         device = named_device("cpu" if kind == "cpu" else "detected", local)

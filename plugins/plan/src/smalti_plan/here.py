@@ -17,7 +17,7 @@ _LIMIT = 120.0
 """Seconds after which a device counts as one that hangs."""
 _NETWORK = 1.2e9
 """Bytes per second between nodes, assumed for devices that are in no table."""
-_PROBE = "smalti.planning.probe"
+_PROBE = "smalti_plan.probe"
 
 
 def named_device(name: str, ranks: int) -> DeviceModel:

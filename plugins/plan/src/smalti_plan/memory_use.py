@@ -9,8 +9,6 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
-ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
-"""What torch's allocator reads, under its name of today and its earlier ones. Which of two counts differs between versions."""
 _UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 _AMOUNT = r"(\d+(?:\.\d+)?) (bytes|KiB|MiB|GiB)"
 _FRAGMENTED = 0.1

@@ -1,11 +1,9 @@
-"""Running out of memory on this rank becomes an error that says what filled the memory, and what would help."""
+"""What is known of the memory of a rank when it ran out: what filled it, and what would help."""
 
 from __future__ import annotations
 
 import os
-import re
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from dataclasses import replace
 from traceback import walk_tb
 from types import FrameType
@@ -15,27 +13,18 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from smalti.config import Config
-from smalti.errors import ExitCode, UserError
+from smalti import RankInfo, UserError
 from smalti.models import Adaptable
-from smalti.training.failures.memory_use import ALLOCATOR_VARIABLES, MemoryUse, amounts, out_of_memory_message, remedies
-from smalti.training.run import Run
-from smalti.types import World
+from smalti.parallel import ALLOCATOR_VARIABLES
+from smalti.training import Run
+from smalti_plan.memory_use import MemoryUse, amounts, out_of_memory_message, remedies
 
 _OPTIONS = (
     *("gradient_checkpointing", "fsdp_activation_checkpointing", "train_batch_size", "gradient_accumulation_steps"),
     *("validation_batch_size", "ema_device", "fsdp_enable", "fsdp_cpu_offload", "fsdp_version", "deepspeed_config"),
     *("optimizer", "base_model_precision", "model_type", "lora_rank"),
 )
-_NO_ROOM = re.compile(
-    r"DefaultCPUAllocator: "
-    r"|(CUDA error|CUDA driver error|Triton Error \[CUDA\]): out of memory"
-    r"|Cuda failure( \d+)? 'out of memory'"  # NCCL's
-    r"|CU[A-Z]+_STATUS_(\w+_)?ALLOC(ATION)?_FAILED"  # cuBLAS, cuDNN, cuSOLVER
-)
-_DRIVER = "CUDA driver error: "
 _PHASES = {
-    "smalti.data.cache.encode_ahead": "encoding of images and captions",
     "smalti.training.validation.validation": "sampling of validation images",
     "smalti.training.validation.evaluation": "evaluation",
     "smalti.checkpoint": "saving of a checkpoint",
@@ -51,57 +40,26 @@ _IN_STEP = {
 """By function, below `train_step`."""
 
 
-class OutOfMemory(UserError):  # noqa: N818 - names what happened, as UserError says what it is
-    """A device, or the host, has no room for what this rank wants to compute. No fault of the device."""
-
-    exit_code = ExitCode.FAILED
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an exception says that memory ran out, on an accelerator or on the host."""
-    if isinstance(error, torch.OutOfMemoryError | MemoryError):
-        return True
-    return isinstance(error, RuntimeError) and _NO_ROOM.search(str(error)) is not None
+def explained(error: BaseException, info: RankInfo, run: Run | None) -> UserError:
+    """What filled the memory, and what would help; without a `run`, as it is built, less is known."""
+    use = memory_use(error, info, run)
+    return UserError(out_of_memory_message(use), fix=remedies(use))
 
 
-@contextmanager
-def memory_explained(config: Config, world: World, run: Run | None = None) -> Iterator[None]:
-    """An exception that says that memory ran out becomes an OutOfMemory; without a `run`, as it is built, it knows less.
-
-    A driver that cannot map memory as the allocator is configured to becomes a UserError: it shows with the first allocation.
-    """
-    try:
-        yield
-    except Exception as error:
-        if run is None and not is_out_of_memory(error) and _DRIVER in str(error) and _expandable():
-            first = str(error).partition("\n")[0]
-            raise UserError(
-                f"the driver of {world.device} refuses expandable segments of memory ({first})",
-                fix=f"{ALLOCATOR_VARIABLES[0]}=expandable_segments:False in the environment",
-            ) from error
-        if not is_out_of_memory(error):
-            raise
-        use = memory_use(error, config, world, run)
-        raise OutOfMemory(out_of_memory_message(use), fix=remedies(use)) from error
-
-
-def _expandable() -> bool:
-    return any("expandable_segments:True" in os.environ.get(name, "") for name in ALLOCATOR_VARIABLES)
-
-
-def memory_use(error: BaseException, config: Config, world: World, run: Run | None) -> MemoryUse:
+def memory_use(error: BaseException, info: RankInfo, run: Run | None) -> MemoryUse:
     """What is known of the memory that this error is about."""
     frames = [frame for frame, _ in walk_tb(error.__traceback__)]
     host = not isinstance(error, torch.OutOfMemoryError) and "CU" not in str(error)
-    device = "cpu" if host else world.device
+    device = "cpu" if host else info.world.device
+    encoding = info.phases.current is not None and info.phases.current.name == "encoding"
     use = replace(
         MemoryUse(
             device=device,
-            phase=_phase(frames),
-            ranks=world.size,
+            phase="encoding of images and captions" if encoding else _phase(frames),
+            ranks=info.world.size,
             total=psutil.virtual_memory().total if host else None,
-            expandable=_expandable(),
-            options={name: config.value(name) for name in _OPTIONS if name in config.schema.options},
+            expandable=any("expandable_segments:True" in os.environ.get(name, "") for name in ALLOCATOR_VARIABLES),
+            options={name: info.config.value(name) for name in _OPTIONS if name in info.config.schema.options},
         ),
         **amounts(str(error)),  # type: ignore[arg-type]
     )

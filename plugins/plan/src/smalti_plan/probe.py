@@ -1,4 +1,4 @@
-"""`python -m smalti.planning.probe` prints name and memory of this node's first accelerator as JSON; {} if there is none."""
+"""`python -m smalti_plan.probe` prints name and memory of this node's first accelerator as JSON; {} if there is none."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ranks of this node reach: `python -m smalti.planning.rates RANK RANKS KIND FOLDER` prints `Rates` as JSON.
+"""What ranks of this node reach: `python -m smalti_plan.rates RANK RANKS KIND FOLDER` prints `Rates` as JSON.
 
 All ranks run at the same time, on the CPU with the threads that ranks of a run have. FOLDER is empty and shared.
 """
@@ -62,7 +62,7 @@ def measure_rates(ranks: int, kind: str, clock: Clock = "wall") -> Rates:
     with tempfile.TemporaryDirectory(prefix="smalti-plan-") as folder:
         processes = [
             subprocess.Popen(
-                [sys.executable, "-P", "-m", "smalti.planning.rates", str(rank), str(ranks), kind, folder],
+                [sys.executable, "-P", "-m", "smalti_plan.rates", str(rank), str(ranks), kind, folder],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,

@@ -8,11 +8,11 @@ from dataclasses import replace
 from smalti.config import Config
 from smalti.errors import UserError
 from smalti.parallel import DeviceModel
-from smalti.planning.choices import Choice, in_order
-from smalti.planning.fit import fit_of
-from smalti.planning.records import Rehearsal
-from smalti.planning.rehearsal.rehearse import rehearse
 from smalti.plugins import Plugins
+from smalti_plan.choices import Choice, in_order
+from smalti_plan.fit import fit_of
+from smalti_plan.records import Rehearsal
+from smalti_plan.rehearsal.rehearse import rehearse
 
 NOT_REHEARSED = "not rehearsed"
 """How a note begins that says why formulas count a way."""

@@ -7,10 +7,10 @@ from dataclasses import asdict, fields
 from importlib.metadata import version
 
 from smalti.parallel import DeviceModel
-from smalti.planning.calibration import Calibration
-from smalti.planning.choices import Choice
-from smalti.planning.fit import allowances
-from smalti.planning.records import MemoryParts
+from smalti_plan.calibration import Calibration
+from smalti_plan.choices import Choice
+from smalti_plan.fit import allowances
+from smalti_plan.records import MemoryParts
 
 SCHEMA = 1
 """Of `document`. It grows if a key changes or goes; keys may be added without that."""

@@ -20,9 +20,9 @@ class Measured:
 def rehearsed(words: Sequence[str], *, ranks: int = 1, kind: str = "cpu", micro_batch: int = 1, accumulation: int = 1, **more):
     """The rehearsal of `smalti train WORDS`, in this process."""
     from smalti.cli.arguments import CommandLine
-    from smalti.planning import Candidate
-    from smalti.planning.rehearsal.child import rehearsed
-    from smalti.planning.rehearsal.request import Request
+    from smalti_plan.records import Candidate
+    from smalti_plan.rehearsal.child import rehearsed
+    from smalti_plan.rehearsal.request import Request
 
     config = CommandLine.parse(list(words)).config()
     candidate = Candidate(micro_batch=micro_batch, accumulation=accumulation)
@@ -79,10 +79,10 @@ def opened(words: Sequence[str], closing: ExitStack):
     """The stage of a run on this rank, with weights."""
     from smalti.cli.arguments import CommandLine
     from smalti.data import largest_bucket
-    from smalti.planning.rehearsal.ledger import Ledger
-    from smalti.planning.rehearsal.stage import Stage
     from smalti.plugins import choose_distributed, find_family
     from smalti.training import open_parallel
+    from smalti_plan.rehearsal.ledger import Ledger
+    from smalti_plan.rehearsal.stage import Stage
 
     command_line = CommandLine.parse(list(words))
     config, plugins = command_line.config(), command_line.plugins
@@ -129,9 +129,9 @@ def by_formula(words: Sequence[str], *, strategy: str, recompute: str, micro: in
     from smalti import HookSpecs, World
     from smalti.cli.arguments import CommandLine
     from smalti.parallel import device_models
-    from smalti.planning import RunFacts
-    from smalti.planning.choices import estimate
-    from smalti.planning.counted import count, request_of
+    from smalti_plan.choices import estimate
+    from smalti_plan.counted import count, request_of
+    from smalti_plan.formulas.run_facts import RunFacts
 
     command_line = CommandLine.parse(list(words))
     config, plugins = command_line.config(), command_line.plugins

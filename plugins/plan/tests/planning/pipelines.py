@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-_TINY = Path(__file__).parents[2] / "plugins/diffusers/tests"
+_TINY = Path(__file__).parents[3] / "diffusers/tests"
 _FLUX = {"num_single_layers": 4, "attention_head_dim": 32, "num_attention_heads": 4, "axes_dims_rope": (8, 12, 12)}
 _SD3 = {"num_layers": 4, "attention_head_dim": 32, "num_attention_heads": 4, "caption_projection_dim": 128}
 _SDXL = {"block_out_channels": (48, 96), "attention_head_dim": (3, 6), "norm_num_groups": 16}

@@ -8,7 +8,8 @@ from planning.conftest import COMMON, as_words
 from planning.measured import rehearsed
 from smalti.cli.arguments import CommandLine
 from smalti.parallel import device_models
-from smalti.planning import Candidate, rehearse
+from smalti_plan.records import Candidate
+from smalti_plan.rehearsal.rehearse import rehearse
 from support.forked_ranks import forked_processes
 
 SHARDED = {**COMMON, "mixed_precision": "bf16", "num_processes": 16, "fsdp_enable": "true", "use_ema": "true"}

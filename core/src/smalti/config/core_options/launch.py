@@ -96,11 +96,6 @@ class LaunchOptions(Options):
         ge=0,
         le=86_400,
     )
-    memory_forecast: Literal["auto", "on", "off"] = option(
-        "auto",
-        help="Warn before a launch if the planner's formulas say that it does not fit into memory. auto: on accelerators.",
-        level="advanced",
-    )
     dynamo_backend: Annotated[str | None, BeforeValidator(_backend_name)] = option(
         None,
         help="Compile the model with this torch.compile backend, such as inductor.",

@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from smalti.planning.facts import BlockFacts, ModelFacts
-from smalti.planning.formulas.run_facts import RunFacts
-from smalti.planning.records import Candidate, MemoryParts, PhasePeak, Recompute
 from smalti.types import Strategy
+from smalti_plan.facts import BlockFacts, ModelFacts
+from smalti_plan.formulas.run_facts import RunFacts
+from smalti_plan.records import Candidate, MemoryParts, PhasePeak, Recompute
 
 _OF_GRADIENTS = 0.7
 """Gradients of activations in the backward pass of a block that was not counted, as a fraction of what it has kept."""

@@ -12,10 +12,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from smalti.parallel import DeviceModel
-from smalti.planning.facts import ModelFacts
-from smalti.planning.formulas.run_facts import RunFacts
-from smalti.planning.records import Candidate
 from smalti.types import Communication, Strategy, World
+from smalti_plan.facts import ModelFacts
+from smalti_plan.formulas.run_facts import RunFacts
+from smalti_plan.records import Candidate
 
 _HOST_MEMORY = 150e9
 """Bytes per second that the processors of a node read and write, shared by its ranks: between a desktop's and a server's."""

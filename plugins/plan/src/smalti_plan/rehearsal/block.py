@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from smalti.planning.rehearsal.ledger import Ledger
+from smalti_plan.rehearsal.ledger import Ledger
 
 _OUTSIDE = ("parameters", "frozen", "gradients")
 

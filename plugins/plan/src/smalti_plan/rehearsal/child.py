@@ -1,4 +1,4 @@
-"""The process in which a run is rehearsed: `python -m smalti.planning.rehearsal.child REQUEST RESULT`.
+"""The process in which a run is rehearsed: `python -m smalti_plan.rehearsal.child REQUEST RESULT`.
 
 Devices come before torch, and a cluster before anything that uses one: so it is a process of its own.
 """
@@ -20,11 +20,11 @@ from typing import cast
 
 from smalti.config import Config, restore
 from smalti.errors import UserError
-from smalti.planning.records import Guard, Rehearsal, RehearsalError
-from smalti.planning.rehearsal.devices import fake_cuda, python_backend
-from smalti.planning.rehearsal.request import Request
 from smalti.plugins import Plugins, Selection, load_plugins, schema_of
 from smalti.system import write_json_atomically
+from smalti_plan.records import Guard, Rehearsal, RehearsalError
+from smalti_plan.rehearsal.devices import fake_cuda, python_backend
+from smalti_plan.rehearsal.request import Request
 
 _DEVICES = 8
 
@@ -68,7 +68,7 @@ def rehearsed(request: Request, guard: Guard, notes: list[str]) -> Rehearsal:
     phase = "load"
     with ExitStack() as closing:
         try:
-            from smalti.planning.rehearsal.rehearsing import Rehearsing
+            from smalti_plan.rehearsal.rehearsing import Rehearsing
 
             with tempfile.TemporaryDirectory() as folder:
                 work = Rehearsing(request, *load(request, Path(folder)), closing)
@@ -100,7 +100,7 @@ def explained(error: Exception, phase: str) -> RehearsalError:
     not_own = (f"{Path(torch.__file__).parent}/", f"{Path(__file__).parents[1]}/")
     own = [frame for frame in frames if not frame.filename.startswith(not_own)]
     last = (own or list(frames))[-1]
-    from smalti.planning.rehearsal.fake_tensors import NEEDS_VALUES
+    from smalti_plan.rehearsal.fake_tensors import NEEDS_VALUES
 
     is_users = isinstance(error, UserError)
     message = str(error) if is_users else f"{type(error).__name__}: {error}"

@@ -13,7 +13,7 @@ import torch.testing._internal.distributed.fake_pg
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from smalti.parallel import GlooCommunicator
-from smalti.planning.rehearsal.devices import python_backend
+from smalti_plan.rehearsal.devices import python_backend
 
 
 def join(rank: int, ranks: int, *, local: int) -> None:

@@ -15,9 +15,9 @@ from pathlib import Path
 from smalti.config import Config
 from smalti.errors import UserError
 from smalti.parallel import DeviceModel
-from smalti.planning.records import Candidate, Rehearsal
-from smalti.planning.rehearsal.request import Request
 from smalti.plugins import CacheFile, Plugins
+from smalti_plan.records import Candidate, Rehearsal
+from smalti_plan.rehearsal.request import Request
 
 CACHE = "rehearsals"
 _SHOWN = 2000
@@ -105,7 +105,7 @@ def _in_process(request: Request, config: Config) -> Rehearsal:
     with tempfile.TemporaryDirectory() as folder:
         asked, answer, errors = (Path(folder, name) for name in ("request.json", "result.json", "errors"))
         asked.write_text(json.dumps(request.as_json()), encoding="utf-8")
-        command = [sys.executable, "-m", "smalti.planning.rehearsal.child", str(asked), str(answer)]
+        command = [sys.executable, "-m", "smalti_plan.rehearsal.child", str(asked), str(answer)]
         environment = {**os.environ, **config.secrets(), **hidden, **accelerator}
         with errors.open("w") as output:
             try:

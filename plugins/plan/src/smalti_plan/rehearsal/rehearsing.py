@@ -13,15 +13,15 @@ from smalti.data import Bucket, largest_bucket
 from smalti.errors import UserError
 from smalti.models import dry_run
 from smalti.parallel import Parallel, in_bf16, pins_memory
-from smalti.planning.records import MemoryParts, Operations, PhasePeak, Rehearsal, Traffic
-from smalti.planning.rehearsal import attention, cluster, fake_tensors, replicas
-from smalti.planning.rehearsal.devices import python_backend
-from smalti.planning.rehearsal.ledger import Counted, Ledger
-from smalti.planning.rehearsal.request import Request
-from smalti.planning.rehearsal.stage import Stage
 from smalti.plugins import Plugins, choose_distributed, find_family
 from smalti.training import open_parallel
 from smalti.types import DistributedPlan
+from smalti_plan.records import MemoryParts, Operations, PhasePeak, Rehearsal, Traffic
+from smalti_plan.rehearsal import attention, cluster, fake_tensors, replicas
+from smalti_plan.rehearsal.devices import python_backend
+from smalti_plan.rehearsal.ledger import Counted, Ledger
+from smalti_plan.rehearsal.request import Request
+from smalti_plan.rehearsal.stage import Stage
 
 _ALLOCATION_UNIT = 512
 """CUDA's caching allocator rounds sizes up to a multiple of this."""

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import cast
 
-from smalti.planning.records import Candidate
+from smalti_plan.records import Candidate
 
 _STEPS = 1000
 

@@ -27,14 +27,14 @@ from smalti.data import Bucket, Encoded, Loader
 from smalti.errors import UserError
 from smalti.models import Cacheable, ModelFamily, SampleRequest, ShapeWeights, Weights, without_weights
 from smalti.parallel import Communicator, FailureDetector, GlooCommunicator, Parallel, ProcessGroupParallel, named_state
-from smalti.planning.rehearsal.fake_tensors import NEEDS_VALUES
-from smalti.planning.rehearsal.ledger import Counted, Ledger
-from smalti.planning.rehearsal.replicas import hook_gradients, replicas_in
-from smalti.planning.rehearsal.samples import CAPTION, ExampleTexts, Samples, encoded_latents, one_bucket
 from smalti.plugins import Plugins
 from smalti.rundir import Ownership, Phases, RunDirectory
 from smalti.training import ForwardTime, Run, assemble, build_scheduler, eval_mode, planned_images, train_step
 from smalti.types import Checkpoint, DistributedPlan, RunState
+from smalti_plan.rehearsal.fake_tensors import NEEDS_VALUES
+from smalti_plan.rehearsal.ledger import Counted, Ledger
+from smalti_plan.rehearsal.replicas import hook_gradients, replicas_in
+from smalti_plan.rehearsal.samples import CAPTION, ExampleTexts, Samples, encoded_latents, one_bucket
 
 _ALIGNMENT = 64
 """Of tensors in the memory that a save is copied to."""
