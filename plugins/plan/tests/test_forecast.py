@@ -1,16 +1,20 @@
 """What a launch says about its memory: nothing if it fits, else what would; and the comparison at its end."""
 
+import re
 from dataclasses import replace
 
 import pytest
 
 from smalti import World
-from smalti.plugins import choose_distributed
-from smalti.rundir import RunDirectory, acquire
+from smalti.config import resolve
+from smalti.plugins import Selection, choose_distributed, load_plugins, schema_of
+from smalti.rundir import RunDirectory, acquire, read_events
 from smalti_plan.choices import choices
-from smalti_plan.forecast import Forecast, forecast_of
+from smalti_plan.forecast import Forecast
+from smalti_plan.plugin import Plan
 from support.planned import H100, MODEL, RUN, WHOLE, sharded
 
+TOY = ("--model_family=toy", "--output_dir=out", "--resolution=32", "--train_batch_size=1", "--max_train_steps=1", "--use_cpu")
 WORLD = World(size=8, local_size=8, device="cuda")
 
 
@@ -52,7 +56,35 @@ def test_nothing_is_compared_where_nothing_was_measured(tmp_path):
     assert forecast([WHOLE], 1000, "whole").compared(RunDirectory(tmp_path)) is None
 
 
+@pytest.fixture
+def launched(tmp_path):
+    """launched("--flag", ...) -> the lines of a launch on CPUs, before and after it, and the events of the kind "memory"."""
+
+    def give(*flags):
+        config = resolve(
+            schema_of(load_plugins(Selection(only=("plan", "toy")))), ("--plugins=plan,toy", *TOY, *flags), environment={}
+        )
+        directory, plugin = RunDirectory(tmp_path), Plan()
+        plan = choose_distributed(config, load_plugins(Selection(only=("plan", "toy"))))
+        before = plugin.notices_before_launch(config, plan, "cpu")
+        with acquire(directory) as writer:
+            writer.events.append("step", step=1, peak_memory_mb=1024.0)
+            after = plugin.on_launch_end(directory, writer.events)
+            assert plugin.on_launch_end(directory, writer.events) == [], "of a launch whose forecast is not known"
+        return before, after, [event for event in read_events(directory.events_file) if event.type == "memory"]
+
+    return give
+
+
 @pytest.mark.parametrize("choice", ["auto", "off"])
-def test_no_forecast_is_made_on_a_cpu_unless_it_is_asked_for(configure, plugins, choice):
-    config = configure(f"--memory_forecast={choice}")
-    assert forecast_of(config, plugins, choose_distributed(config, plugins), "cpu") is None
+def test_no_forecast_is_made_on_a_cpu_unless_it_is_asked_for(launched, choice):
+    assert launched(f"--memory_forecast={choice}") == ([], [], [])
+
+
+def test_the_forecast_of_a_launch_is_compared_when_it_ends_and_kept_as_an_event(launched):
+    before, [line], [event] = launched("--memory_forecast=on")
+    assert before == []
+    assert re.fullmatch(
+        r"memory       1\.0 GiB in tensors at the peak; \d\.\d to \d\.\d GiB were expected, with allowances", line
+    )
+    assert (event.number("measured"), event.text("fit")) == (2**30, "fits")

@@ -50,7 +50,7 @@ from smalti.launch.plan import (
 from smalti.launch.schedulers.drain import stop_on_drain
 from smalti.launch.standby import StandbyLauncher
 from smalti.parallel import ImageSize, accelerator_kind, choose_precision, cost_of, cpu_notices, describe, describe_devices
-from smalti.plugins import Plugins, choose_distributed, told_by_each
+from smalti.plugins import Plugins, choose_distributed, lines_of_each
 from smalti.rundir import STOPPED_EARLY, RunDirectory, RunWriter, acquire, overview
 from smalti.system import Stopped, Terminated, exit_reports, importing, interrupt_main_thread
 from smalti.training import check_resumable
@@ -120,7 +120,7 @@ class Preparation:
         described = {"device": describe_devices(config, kind), "precision": describe(config, kind), "network": network}
         facts = {name: fact for name, fact in described.items() if fact}
         hook = HookSpecs.notices_before_launch
-        of_plugins = [] if joins else told_by_each(plugins, hook, config=config, plan=distributed, kind=kind)
+        of_plugins = [] if joins else lines_of_each(plugins, hook, config=config, plan=distributed, kind=kind)
         writer = _acquire(directory, config) if write and not joins else None
         with _failures_recorded(writer, nodes):
             if nodes is not None and writer is not None:
@@ -177,7 +177,7 @@ class Preparation:
                 code, message = self._run(standby)
         writer = self.writer if self.group is None else self.group.writer
         if writer is not None:
-            lines = told_by_each(
+            lines = lines_of_each(
                 self.plugins, HookSpecs.on_launch_end, directory=self.directory, events=writer.events, code=code
             )
             for line in lines:

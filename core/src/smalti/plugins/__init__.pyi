@@ -12,11 +12,11 @@ from .lookup import (
 )
 from .observers import (
     ask_each as ask_each,
+    lines_of_each as lines_of_each,
     notify_each as notify_each,
     observed as observed,
     rank_observed as rank_observed,
     summary as summary,
-    told_by_each as told_by_each,
     warn as warn,
 )
 from .registry import (

@@ -75,7 +75,7 @@ def _ask(
     return answers, failures
 
 
-def told_by_each(
+def lines_of_each(
     plugins: Plugins, hook: Callable[Concatenate[HookSpecs, P], list[str]], /, *args: P.args, **kwargs: P.kwargs
 ) -> list[str]:
     """The sentences of a gather hook of the launcher. A plugin that fails has none; its failure is logged."""
