@@ -61,17 +61,14 @@ def launched(tmp_path):
     """launched("--flag", ...) -> the lines of a launch on CPUs, before and after it, and the events of the kind "memory"."""
 
     def give(*flags):
-        config = resolve(
-            schema_of(load_plugins(Selection(only=("plan", "toy")))), ("--plugins=plan,toy", *TOY, *flags), environment={}
-        )
-        directory, plugin = RunDirectory(tmp_path), Plan()
-        plan = choose_distributed(config, load_plugins(Selection(only=("plan", "toy"))))
-        before = plugin.notices_before_launch(config, plan, "cpu")
+        plugins, plugin, directory = load_plugins(Selection(only=("plan", "toy"))), Plan(), RunDirectory(tmp_path)
+        config = resolve(schema_of(plugins), ("--plugins=plan,toy", *TOY, *flags), environment={})
+        before = plugin.notices_before_launch(config, choose_distributed(config, plugins), "cpu")
         with acquire(directory) as writer:
             writer.events.append("step", step=1, peak_memory_mb=1024.0)
             after = plugin.on_launch_end(directory, writer.events)
             assert plugin.on_launch_end(directory, writer.events) == [], "of a launch whose forecast is not known"
-        return before, after, [event for event in read_events(directory.events_file) if event.type == "memory"]
+        return before, after, [event for event in read_events(directory.events_file) if event.kind == "memory"]
 
     return give
 

@@ -4,20 +4,21 @@ import pytest
 import torch
 
 from smalti import RankInfo, World
+from smalti.config import draft
+from smalti.plugins import load_plugins, schema_of
 from smalti.rundir import Phases
 from smalti_plan.out_of_memory import explained
 
 
 @pytest.fixture
-def explanation(configure, tmp_path):
+def explanation(tmp_path):
     """What is said of an allocation that the host has no room for, while a run is built, in a phase."""
 
     def give(phase):
         phases = Phases()
         phases.enter(phase)
-        info = RankInfo(
-            id="", directory=tmp_path, world=World(), config=configure("--use_cpu"), strategy="", plugins=(), phases=phases
-        )
+        config = draft(schema_of(load_plugins()), ["--use_cpu"])
+        info = RankInfo(id="", directory=tmp_path, world=World(), config=config, strategy="", plugins=(), phases=phases)
         with pytest.raises(RuntimeError) as raised:
             torch.empty(10**14)
         return explained(raised.value, info, None)

@@ -186,5 +186,5 @@ def test_hook_notices_before_launch_adds_notes_and_a_failure_in_it_does_not_stop
     for plugin in (Noticing(), Broken()):
         name = type(plugin).__name__.lower()
         plugins.register(PluginInfo(name=name, distribution=name, version="1.0"), plugin)
-    assert Preparation.of(wanted(*one_image), plugins, write=False).notices[-1] == "one process on cpu"
+    assert Preparation.of(wanted(*one_image), plugins, write=False).notices[-1] == "single process on cpu"
     assert "plugin 'broken' (broken 1.0) failed in hook 'notices_before_launch': RuntimeError: spoiled" in caplog.text

@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
 
-from smalti.errors import UserError
+from smalti import UserError
 from smalti.parallel import DeviceModel, Products
 from smalti.plugins import CacheFile
 from smalti.rundir import RunDirectory

@@ -6,12 +6,11 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from smalti import Communication, FrozenStorage, Recompute, Strategy, UserError, World
 from smalti.config import Config, DataOptions
-from smalti.errors import UserError
 from smalti.hookspecs import HookSpecs
 from smalti.parallel import DeviceModel
 from smalti.plugins import Plugins
-from smalti.types import Communication, FrozenStorage, Recompute, Strategy, World
 from smalti_plan.facts import ModelFacts
 from smalti_plan.fit import Fit, fit_of
 from smalti_plan.formulas.memory import memory_of

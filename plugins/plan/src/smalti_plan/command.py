@@ -10,12 +10,11 @@ from dataclasses import replace
 
 import click
 
+from smalti import ExitCode, UserError, World
 from smalti.cli import Command, CommandLine, print_table
 from smalti.config import Config, LaunchOptions
-from smalti.errors import ExitCode, UserError
 from smalti.parallel import DeviceModel
 from smalti.plugins import Plugins, choose_distributed
-from smalti.types import World
 from smalti_plan.calibration import STEPS, Calibration, calibrate, calibration_of
 from smalti_plan.choices import Choice, choices, configured, strategies_for
 from smalti_plan.counted import facts_of

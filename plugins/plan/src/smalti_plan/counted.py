@@ -15,8 +15,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import cast
 
+from smalti import UserError
 from smalti.config import Config, restore
-from smalti.errors import UserError
 from smalti.parallel import in_bf16
 from smalti.plugins import CacheFile, Plugins, Selection, family_entry, find_family, load_plugins, schema_of
 from smalti_plan.facts import ModelFacts

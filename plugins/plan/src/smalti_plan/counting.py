@@ -18,9 +18,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
+from smalti import Block
 from smalti.diffusion import Conditioning
 from smalti.models import ModelFamily
-from smalti.types import Block
 from smalti_plan.facts import BlockFacts, ModelFacts, SampleFacts
 from smalti_plan.rehearsal.block import BackwardMemory, backward_memory
 

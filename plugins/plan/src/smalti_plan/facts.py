@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import cast
 
-from smalti.types import FrozenStorage
+from smalti import FrozenStorage
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,12 +6,11 @@ import logging
 from dataclasses import dataclass
 from itertools import takewhile
 
+from smalti import DistributedPlan, UserError, World
 from smalti.config import Config, LaunchOptions, PluginOptions
-from smalti.errors import UserError
 from smalti.parallel import DeviceModel
 from smalti.plugins import Selection, load_plugins
 from smalti.rundir import RunDirectory, read_events_backwards
-from smalti.types import DistributedPlan, World
 from smalti_plan.choices import Choice, choices, configured, strategies_for
 from smalti_plan.counted import facts_of
 from smalti_plan.formulas.run_facts import RunFacts

@@ -8,8 +8,8 @@ from typing import cast
 
 import psutil
 
+from smalti import UserError
 from smalti.doctor import run_in_child
-from smalti.errors import UserError
 from smalti.parallel import DeviceModel, device_model_of, device_models
 
 _MEASURING = 2.0

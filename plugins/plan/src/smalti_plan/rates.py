@@ -17,7 +17,7 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Literal
 
-from smalti.errors import UserError
+from smalti import UserError
 from smalti.system import PARENT_VARIABLE, die_with_parent
 
 if TYPE_CHECKING:

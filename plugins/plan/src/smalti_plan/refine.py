@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from smalti import UserError
 from smalti.config import Config
-from smalti.errors import UserError
 from smalti.parallel import DeviceModel
 from smalti.plugins import Plugins
 from smalti_plan.choices import Choice, in_order

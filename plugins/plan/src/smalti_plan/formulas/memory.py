@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from smalti.types import Strategy
+from smalti import Strategy
 from smalti_plan.facts import BlockFacts, ModelFacts
 from smalti_plan.formulas.run_facts import RunFacts
 from smalti_plan.records import Candidate, MemoryParts, PhasePeak, Recompute

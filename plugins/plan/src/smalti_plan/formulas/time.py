@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from smalti import Communication, Strategy, World
 from smalti.parallel import DeviceModel
-from smalti.types import Communication, Strategy, World
 from smalti_plan.facts import ModelFacts
 from smalti_plan.formulas.run_facts import RunFacts
 from smalti_plan.records import Candidate

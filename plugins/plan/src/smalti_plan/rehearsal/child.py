@@ -18,8 +18,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
+from smalti import UserError
 from smalti.config import Config, restore
-from smalti.errors import UserError
 from smalti.plugins import Plugins, Selection, load_plugins, schema_of
 from smalti.system import write_json_atomically
 from smalti_plan.records import Guard, Rehearsal, RehearsalError

@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from importlib.metadata import version
 from pathlib import Path
 
+from smalti import UserError
 from smalti.config import Config
-from smalti.errors import UserError
 from smalti.parallel import DeviceModel
 from smalti.plugins import CacheFile, Plugins
 from smalti_plan.records import Candidate, Rehearsal

@@ -10,11 +10,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from smalti import World
 from smalti.config import Config, DataOptions, TrainingOptions
 from smalti.data import Batch, Bucket, BucketCount, BucketSamples, CachedTexts, MicroBatch, Order, Part, PreparedData
 from smalti.diffusion import Conditioning
 from smalti.models import Cacheable, ModelFamily, SizeConditioning, latents_to_keep
-from smalti.types import World
 
 CAPTION = "a photograph of a street at night, " * 200
 """Longer than any encoder reads."""

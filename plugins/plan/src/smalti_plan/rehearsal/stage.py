@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
+from smalti import Checkpoint, DistributedPlan, RunState, UserError
 from smalti.checkpoint import Saver, Snapshot
 from smalti.config import (
     Config,
@@ -24,13 +25,11 @@ from smalti.config import (
     validation_prompts,
 )
 from smalti.data import Bucket, Encoded, Loader
-from smalti.errors import UserError
 from smalti.models import Cacheable, ModelFamily, SampleRequest, ShapeWeights, Weights, without_weights
 from smalti.parallel import Communicator, FailureDetector, GlooCommunicator, Parallel, ProcessGroupParallel, named_state
 from smalti.plugins import Plugins
 from smalti.rundir import Ownership, Phases, RunDirectory
 from smalti.training import ForwardTime, Run, assemble, build_scheduler, eval_mode, planned_images, train_step
-from smalti.types import Checkpoint, DistributedPlan, RunState
 from smalti_plan.rehearsal.fake_tensors import NEEDS_VALUES
 from smalti_plan.rehearsal.ledger import Counted, Ledger
 from smalti_plan.rehearsal.replicas import hook_gradients, replicas_in
