@@ -44,7 +44,7 @@ test-cuda-wheel: $(CUDA_TORCH:%=test-cuda-wheel-%)
 
 test-cuda-wheel-%: .venv-cuda/%/done
 	$(subst /$(VENV)/,/.venv-cuda/$*/,$(TEST_ENV)) .venv-cuda/$*/bin/python -m pytest -n 2 --dist loadfile --durations=20 \
-		tests/accelerators tests/unit/planning tests/unit/cli/test_plan.py $(ARGS)
+		tests/accelerators plugins/plan/tests --ignore=plugins/plan/tests/planning $(ARGS)
 
 # A local version such as 2.13.0+cpu does not equal 2.13.0 with three signs.
 .venv-cuda/%/done: constraints.txt requirements-dev.txt $(PROJECTS)
@@ -93,8 +93,8 @@ $(VENV)/demo-flux.done: $(VENV)/demo.done requirements-demo-flux.txt
 	touch $@
 
 # With what has to be compiled: `make -j2` compiles it while pip installs the rest.
-$(VENV)/deepspeed.done: $(BIN)/python constraints.txt core/pyproject.toml plugins/deepspeed/pyproject.toml
-	$(PIP) --no-compile torch -e core -e plugins/deepspeed
+$(VENV)/deepspeed.done: $(BIN)/python constraints.txt core/pyproject.toml plugins/deepspeed/pyproject.toml plugins/plan/pyproject.toml
+	$(PIP) --no-compile torch -e core -e plugins/deepspeed -e plugins/plan
 	touch $@
 
 $(VENV)/dev.done: $(VENV)/deepspeed.done constraints.txt requirements-demo.txt requirements-dev.txt $(PROJECTS)
@@ -102,7 +102,7 @@ $(VENV)/dev.done: $(VENV)/deepspeed.done constraints.txt requirements-demo.txt r
 	touch $@ $(VENV)/demo.done
 
 # What DeepSpeed steps with on CPUs takes minutes and both cores: not while tests run, whose time is limited.
-$(VENV)/compiled.done: $(VENV)/deepspeed.done tests/support/quick-c++ tests/support/compile_extensions.py core/src/smalti/planning/rehearsal/devices/fake_cuda.cpp
+$(VENV)/compiled.done: $(VENV)/deepspeed.done tests/support/quick-c++ tests/support/compile_extensions.py plugins/plan/src/smalti_plan/rehearsal/devices/fake_cuda.cpp
 	rm -rf $(VENV)/compiled
 	$(TEST_ENV) PYTHONPATH=tests $(BIN)/python -m support.compile_extensions
 	touch $@

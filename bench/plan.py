@@ -18,14 +18,18 @@ from sizes import sized
 from smalti import HookSpecs, World
 from smalti.cli.arguments import CommandLine
 from smalti.parallel import device_models
-from smalti.planning import RunFacts, facts_of, rehearsed
-from smalti.planning.choices import estimate
+from smalti_plan.choices import estimate
+from smalti_plan.counted import facts_of
+from smalti_plan.formulas.run_facts import RunFacts
+from smalti_plan.refine import rehearsed
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "plugins/plan/tests"))
 
 from planning.measured import by_formula, by_rehearsal, measured
 from planning.pipelines import PIPELINES, pipeline, published_flux
 from planning.rows import Row
+
 from support.forked_ranks import forked_processes
 
 _MIB = 2**20

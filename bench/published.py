@@ -52,9 +52,10 @@ def planned(row: Row, folder: Path) -> Any:
     """The row's way to train, by formulas, on H100s."""
     from smalti.cli.arguments import CommandLine
     from smalti.parallel import device_models
-    from smalti.planning import RunFacts, facts_of, strategies_for
-    from smalti.planning.choices import estimate
     from smalti.types import World
+    from smalti_plan.choices import estimate, strategies_for
+    from smalti_plan.counted import facts_of
+    from smalti_plan.formulas.run_facts import RunFacts
 
     given = {
         "model_family": row.family,

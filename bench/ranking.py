@@ -107,10 +107,10 @@ def opened(arguments: Sequence[str], closing: ExitStack) -> Any:
     """A run on this rank, with weights, on data that are made up."""
     from smalti.cli.arguments import CommandLine
     from smalti.data import largest_bucket
-    from smalti.planning.rehearsal.ledger import Ledger
-    from smalti.planning.rehearsal.stage import Stage
     from smalti.plugins import choose_distributed, find_family
     from smalti.training import open_parallel, train_step
+    from smalti_plan.rehearsal.ledger import Ledger
+    from smalti_plan.rehearsal.stage import Stage
 
     command_line = CommandLine.parse(list(arguments))
     config, plugins = command_line.config(), command_line.plugins
@@ -157,9 +157,12 @@ def planned(ways: Sequence[Way], known: float, folder: Path) -> dict[str, float]
     """Seconds of a step by way, if one of the first way takes `known`."""
     from smalti.cli.arguments import CommandLine
     from smalti.parallel import device_models
-    from smalti.planning import RunFacts, facts_of, fitted, measure_rates, strategies_for
-    from smalti.planning.choices import estimate
     from smalti.types import World
+    from smalti_plan.calibration import fitted
+    from smalti_plan.choices import estimate, strategies_for
+    from smalti_plan.counted import facts_of
+    from smalti_plan.formulas.run_facts import RunFacts
+    from smalti_plan.rates import measure_rates
 
     world = World(size=RANKS, local_size=RANKS, device="cpu")
     device = replace(device_models()["l4"], name="cpu", kind="cpu")  # its peaks cancel out

@@ -2,7 +2,7 @@
 
 import sys
 
-from smalti.planning.rehearsal.devices import fake_cuda
+from smalti_plan.rehearsal.devices import fake_cuda
 
 if __name__ == "__main__":
     fake_cuda.load()

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from accelerators.watching import Operation
-from smalti.planning.rehearsal.devices.fake_cuda import Entry, Kind
+from smalti_plan.rehearsal.devices.fake_cuda import Entry, Kind
 
 Runner = tuple[int, int]
 """A stream: its device and number."""

@@ -280,8 +280,8 @@ def _resume(run) -> None:
 
 @contextmanager
 def _phase(seen: Rehearsal, name: str, watch, home: int) -> Iterator[None]:
-    from smalti.planning.rehearsal.devices import fake_cuda
-    from smalti.planning.rehearsal.devices.fake_cuda import Kind
+    from smalti_plan.rehearsal.devices import fake_cuda
+    from smalti_plan.rehearsal.devices.fake_cuda import Kind
 
     operations, pinned, begin = len(watch.operations), len(watch.pinned), fake_cuda.trace_length()
     yield
@@ -298,7 +298,7 @@ def _phase(seen: Rehearsal, name: str, watch, home: int) -> Iterator[None]:
 
 def _judged(seen: Rehearsal, watch) -> Rehearsal:
     from accelerators.ordering import races
-    from smalti.planning.rehearsal.devices import fake_cuda
+    from smalti_plan.rehearsal.devices import fake_cuda
 
     seen.races = races(fake_cuda.trace(), watch.operations)
     return seen

@@ -17,7 +17,7 @@ def copied(*, waiting: bool, synchronised: bool) -> list[str]:
 
     from accelerators.ordering import races
     from accelerators.watching import Watch
-    from smalti.planning.rehearsal.devices import fake_cuda
+    from smalti_plan.rehearsal.devices import fake_cuda
 
     begin = fake_cuda.trace_length()
     with Watch() as watch:

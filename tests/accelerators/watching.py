@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake
 from torch.utils._pytree import tree_leaves
 
 from smalti.parallel.state import FlatRange
-from smalti.planning.rehearsal.devices import fake_cuda
+from smalti_plan.rehearsal.devices import fake_cuda
 
 aten = torch.ops.aten
 _COPIES = (aten._to_copy.default, aten.copy_.default, aten._foreach_copy_.default)

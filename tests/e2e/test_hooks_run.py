@@ -46,11 +46,16 @@ def test_hook_on_train_start_and_hook_on_train_end_are_a_pair(run):
 
 
 def test_hook_on_rank_start_comes_before_the_data_are_read_and_hook_on_rank_end_after_everything(run):
-    assert (run.calls("on_rank_start")[0]["max_steps"], order(run)[-1]) == (0, "on_rank_end")
+    assert (run.calls("on_rank_start")[0]["max_steps"], order(run)[-2]) == (0, "on_rank_end")
     assert order(run).index("on_rank_start") < order(run).index("detect_blocks")
     assert run.calls("on_rank_end") == [
         {"hook": "on_rank_end", "rank": 0, "process": run.calls("on_rank_end")[0]["process"], "step": 6, "error": None}
     ]
+
+
+def test_hook_notices_before_launch_and_hook_on_launch_end_are_called_in_the_launcher(run):
+    assert order(run).index("check_config") < order(run).index("notices_before_launch") < order(run).index("on_rank_start")
+    assert (order(run)[-1], run.calls("on_launch_end")[0]["code"]) == ("on_launch_end", 0)
 
 
 def test_hook_on_phase_follows_a_run_through_its_phases(run):

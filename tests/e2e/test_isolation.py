@@ -68,7 +68,7 @@ def test_the_ranks_of_a_sharded_run_keep_the_outcome_when_one_fails_in_the_last_
     assert "done: trained 8 steps; the last validation or evaluation failed" in run.output
 
 
-ISOLATED = ("on_validation", "on_checkpoint", "on_train_end")
+ISOLATED = ("notices_before_launch", "on_validation", "on_checkpoint", "on_train_end", "on_launch_end")
 
 
 @pytest.fixture(scope="module")
@@ -89,6 +89,26 @@ def test_the_built_in_observers_hear_of_everything_whatever_others_do(spoiled):
     assert [event["step"] for event in spoiled.events("checkpoint")] == [4, 8]
     assert [event["step"] for event in spoiled.events("sample")] == [4, 8]
     assert last_state(spoiled) == "finished"
+
+
+def test_a_plugin_that_fails_before_or_after_the_ranks_is_named(spoiled):
+    for hook in ("notices_before_launch", "on_launch_end"):
+        assert f"plugin 'probe' (smalti-probe 1.0) failed in hook '{hook}'" in spoiled.output
+
+
+@pytest.mark.parametrize("without", [["plots"], ["plots", "plan"]])
+def test_hook_explain_error_of_a_plugin_that_fails_takes_neither_the_state_nor_the_words_of_others(tmp_path, train, without):
+    variables = {"PROBE_RAISE": "explain_error"}
+    run = train(tmp_path / "run", **OPTIONS, without=without, spoil="memory:0:4", variables=variables)
+    assert (run.code, saved(run)) == (1, [3]), run.output
+    said = "out of memory: CUDA out of memory. Tried to allocate 2.00 GiB."
+    if "plan" not in without:
+        said = "out of memory on cpu: no room for 2.00 GiB more in the forward pass"
+    assert f"smalti: error: {said}" in run.output
+    assert any("failed in hook 'explain_error'" in text for text in warnings(run))
+    assert run.calls("explain_error") == [
+        {**run.calls("explain_error")[0], "error": "OutOfMemoryError", "built": True},
+    ]
 
 
 def test_what_an_observer_raised_is_shown_with_its_traceback(spoiled):

@@ -29,14 +29,13 @@ FLOORS = (
     ("remote",),
     ("training",),
     ("doctor",),
-    ("planning",),
     ("launch", "builtin", "migration"),
     ("cli",),
 )
 FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
 TORCH_FREE = (
     *("errors", "system", "rundir", "config", "types", "checkpoint.format", "hookspecs", "plugins", "remote"),
-    *("doctor", "planning.records", "launch", "migration", "cli"),
+    *("doctor", "launch", "migration", "cli"),
 )
 NEEDS_TORCH = {"smalti.launch.rank"}
 FILES_IN_A_FOLDER = 14

@@ -30,7 +30,7 @@ def main() -> None:
 
     if not has_libaio() and unpack_libaio():
         os.execv(sys.executable, [sys.executable, *sys.argv])  # the loader looks for folders of libraries when a process starts
-    from smalti.planning.rehearsal.devices.fake_cuda import library
+    from smalti_plan.rehearsal.devices.fake_cuda import library
 
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     import deepspeed.ops.op_builder as builders

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 from smalti import Communication, FrozenStorage, Strategy
 from smalti.parallel import device_models
-from smalti.planning import ModelFacts, RunFacts
-from smalti.planning.facts import BlockFacts, SampleFacts
+from smalti_plan.facts import BlockFacts, ModelFacts, SampleFacts
+from smalti_plan.formulas.run_facts import RunFacts
 
 H100 = device_models()["h100-80g"]
 BLOCK = BlockFacts(path="", parameters=2**28, trained=2**28, saved=2**29, inputs=2**24, copied=2**29, products=2**27)

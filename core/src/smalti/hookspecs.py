@@ -11,6 +11,7 @@ The hooks in the order of a run:
       check_config               all problems of a configuration, before anything is launched
       configure_distributed      the strategy (DDP, FSDP, ...) and how its processes are launched
       configure_launch           where the ranks start, if that is more than one node
+      notices_before_launch      what the user should know before the launch
     on every rank
       configure_distributed      again, with the same result; then its `Parallel` is created
       on_rank_start              the ranks are connected
@@ -32,9 +33,12 @@ The hooks in the order of a run:
           on_evaluation          after the loss on held-out images was measured
           on_gpu_fault           when an accelerator failed
           on_warning             when something failed and the run continues without it
+      explain_error              when memory ran out, while the run is built or in the loop
       on_error                   when an exception leaves the loop
       on_train_end               always, after on_train_start
       on_rank_end                always, after on_rank_start
+    in the launcher again
+      on_launch_end              when all ranks have ended
     smalti doctor
       diagnose                   what is wrong with this node, for this configuration
     smalti plan
@@ -52,7 +56,8 @@ There are three kinds of hooks. The first word of each docstring says which kind
 An exception in a hook ends the run. It keeps its type and gets a note with the plugin, its version and the hook. Hooks that
 observe are isolated: a failure in `on_validation`, `on_evaluation`, `on_checkpoint`, `on_checkpoint_failed`, `on_warning`,
 `on_gpu_fault`, `on_error`, `on_train_end`, `on_rank_start`, `on_phase` or `on_rank_end` is reported with the plugin and the
-traceback, the other plugins are still called, and the run continues. A failure in `diagnose` is one more finding. A plugin
+traceback, the other plugins are still called, and the run continues. So it is in `explain_error`, and in the launcher, where
+it is logged, in `notices_before_launch` and `on_launch_end`. A failure in `diagnose` is one more finding. A plugin
 that fails in `log_metrics` is not called for metrics again.
 
 To implement hooks, mark methods of a class, or functions of a module, with `@hookimpl`, and name the object in the entry-point
@@ -68,8 +73,8 @@ from typing import TYPE_CHECKING
 
 import pluggy
 
-from smalti.errors import Problem, UserError
-from smalti.rundir import Phase
+from smalti.errors import ExitCode, Problem, UserError
+from smalti.rundir import EventWriter, Phase, RunDirectory
 from smalti.types import (
     Block,
     CacheEntry,
@@ -207,6 +212,15 @@ class HookSpecs:
         """
         raise NotImplementedError
 
+    @_spec
+    def notices_before_launch(self, config: Config, plan: DistributedPlan, kind: str) -> list[str]:
+        """gather, isolated: what the user should know before this launch, in sentences.
+
+        Called in the launcher that prepares the run directory, also for a dry run. `kind` is that of the devices. Nothing here
+        may stop the launch: problems belong to `check_config`.
+        """
+        raise NotImplementedError
+
     # --- building: on every rank, in this order ---------------------------------------------------------------------
 
     @_decide
@@ -321,6 +335,15 @@ class HookSpecs:
         raise NotImplementedError
 
     @_spec
+    def explain_error(self, state: RunState, error: Exception, info: RankInfo, run: object | None) -> UserError | None:
+        """gather, isolated: what an exception means that says that memory ran out, and what would help; None if unknown.
+
+        On the rank that raised it. The message and the fix of the first answer take the place of torch's; type and exit code
+        stay. `run` is the `smalti.training.Run`; None while it is built. There is little memory left: allocate no tensors.
+        """
+        raise NotImplementedError
+
+    @_spec
     def on_error(self, state: RunState, error: BaseException) -> None:
         """notify: an exception is leaving the loop on this rank, after this hook. Other ranks may not know of it."""
         raise NotImplementedError
@@ -331,6 +354,14 @@ class HookSpecs:
 
         Called for every plugin whose `on_train_start` has returned, even if other plugins fail here. If `state.stop_reason` is
         `StopReason.TAKEN_OVER`, the run directory is that of another launch: nothing may be written into it.
+        """
+        raise NotImplementedError
+
+    @_spec
+    def on_launch_end(self, directory: RunDirectory, events: EventWriter, code: ExitCode) -> list[str]:
+        """gather, isolated: lines for the summary of a launch, each a title in 12 columns and a text.
+
+        Called in the launcher that owns the run directory, when all ranks have ended with this code. May append events.
         """
         raise NotImplementedError
 

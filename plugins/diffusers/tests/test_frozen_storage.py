@@ -5,8 +5,10 @@ import pytest
 from smalti import World
 from smalti.config import draft
 from smalti.parallel import device_models
-from smalti.planning import RunFacts, choices, facts_of, strategies_for
 from smalti.plugins import load_plugins, schema_of
+from smalti_plan.choices import choices, strategies_for
+from smalti_plan.counted import facts_of
+from smalti_plan.formulas.run_facts import RunFacts
 
 GIB = 2**30
 REHEARSED = {"int8-torchao": 14.8, "nf4-torchao": 9.82}

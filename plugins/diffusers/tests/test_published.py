@@ -11,12 +11,12 @@ from PIL import Image
 from smalti import UserError
 from smalti.cli.arguments import CommandLine
 from smalti.cli.entry import main
-from smalti.planning.counted import count, request_of
 from smalti.plugins.lookup import find_family
 from smalti_diffusers.flavours import FLAVOURS, shipped_folder
 from smalti_diffusers.sources import location
 from smalti_diffusers.sources.components import Components
 from smalti_fsdp2.detection import detect
+from smalti_plan.counted import count, request_of
 
 EVERY = [(family, flavour) for family, flavours in FLAVOURS.items() for flavour in flavours]
 

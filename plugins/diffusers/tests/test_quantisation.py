@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from smalti import ConfigError, FrozenStorage, UserError, World
+from smalti import ConfigError, FrozenStorage, RankInfo, UserError, World
 from smalti.checkpoint.conversion.export_folder import TrainedWeights
 from smalti.checkpoint.conversion.formats import OwnCheckpoint
 from smalti.cli.checkpoint import checkpoint
@@ -25,10 +25,10 @@ from smalti.models.weights import materialise, without_weights
 from smalti.plugins.discovery import load_plugins
 from smalti.plugins.lookup import check_sharding, choose_distributed, find_family
 from smalti.plugins.schema import check, schema_of
-from smalti.training.failures.out_of_memory import memory_use
 from smalti_diffusers.lora.assistant import ASSISTANT
 from smalti_diffusers.lora.quantisation import QuantisedLinear, _restored as restored, check_device, quantise, storage
 from smalti_diffusers.lora.strength import adapter_scaled
+from smalti_plan.out_of_memory import memory_use
 from smalti_testing.family_subject import CAPTIONS, FamilySubject
 
 pytest.importorskip("torchao")  # optional, and noisy on a CPU wherever diffusers is imported: only where it is installed
@@ -284,5 +284,6 @@ def test_an_error_of_memory_counts_quantised_weights_as_frozen_ones(base):
     trained = [each for each in model.parameters() if each.requires_grad]
     parallel = SimpleNamespace(unwrap=lambda model: model, local_communicator=lambda: None)
     run = SimpleNamespace(parallel=parallel, model=model, optimizer=torch.optim.AdamW(trained), ema=None, family=made)
-    use = memory_use(MemoryError(), config, World(), run)
+    info = RankInfo(id="", directory=base, world=World(), config=config, strategy="one process", plugins=())
+    use = memory_use(MemoryError(), info, run)
     assert use.frozen == size(model) - sum(each.nbytes for each in trained)

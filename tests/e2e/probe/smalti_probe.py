@@ -67,6 +67,18 @@ class Probe:
         return []
 
     @hookimpl
+    def notices_before_launch(self, config, plan, kind):
+        self.note("notices_before_launch", strategy=plan.title, kind=kind)
+
+    @hookimpl
+    def on_launch_end(self, directory, events, code):
+        self.note("on_launch_end", code=int(code))
+
+    @hookimpl
+    def explain_error(self, state, error, info, run):
+        self.note("explain_error", error=type(error).__name__, built=run is not None)
+
+    @hookimpl
     def detect_blocks(self, model, family):
         self.note("detect_blocks", devices=sorted({parameter.device.type for parameter in model.parameters()}))
 

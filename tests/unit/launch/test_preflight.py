@@ -154,3 +154,23 @@ def test_data_that_all_ranks_scan_is_checked_before_they_start(configure, plugin
     config = configure(*flags, f"--data_backend_config={data}", f"--output_dir={tmp_path / 'run'}")
     with pytest.raises(UserError, match="gone is not a folder"):
         Preparation.of(config, plugins, write=True)
+
+
+class Noticing:
+    @hookimpl
+    def notices_before_launch(self, plan, kind):
+        return [f"{plan.title} on {kind}"]
+
+
+class Broken:
+    @hookimpl
+    def notices_before_launch(self):
+        raise RuntimeError("spoiled")
+
+
+def test_hook_notices_before_launch_adds_notes_and_a_failure_in_it_does_not_stop_the_launch(wanted, plugins, one_image, caplog):
+    for plugin in (Noticing(), Broken()):
+        name = type(plugin).__name__.lower()
+        plugins.register(PluginInfo(name=name, distribution=name, version="1.0"), plugin)
+    assert Preparation.of(wanted(*one_image), plugins, write=False).notices[-1] == "single process on cpu"
+    assert "plugin 'broken' (broken 1.0) failed in hook 'notices_before_launch': RuntimeError: spoiled" in caplog.text

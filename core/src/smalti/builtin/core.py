@@ -78,11 +78,6 @@ OPTIMIZERS = (
     ),
 )
 CACHES = (
-    CacheEntry(name="model-facts", title="counted models, of smalti plan", factory="smalti.planning.counted:facts_cache"),
-    CacheEntry(name="rehearsals", title="rehearsed runs, of smalti plan", factory="smalti.planning.rehearsal.rehearse:cache"),
-    CacheEntry(
-        name="plan-calibrations", title="measured steps, of smalti plan", factory="smalti.planning.calibration:calibrations"
-    ),
     CacheEntry(
         name="speed", title="measured devices and disks, of smalti doctor", factory="smalti.doctor.measurements:speed_cache"
     ),

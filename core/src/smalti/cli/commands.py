@@ -15,11 +15,6 @@ class Commands:
     def register_commands(self, commands: CommandCollector) -> None:
         add = commands.add_deferred
         add("smalti.cli.train:train", "Train a model, or resume its training.", section="Training")
-        add(
-            "smalti.cli.jobs.plan:plan",
-            "Say what fits on which GPUs, and what is fastest, before a launch.",
-            section="Training",
-        )
         add("smalti.cli.run:run", "List, watch and control runs.", section="Training")
         add(
             "smalti.cli.checkpoint:checkpoint",

@@ -184,6 +184,12 @@ PACKAGES = (
         options=("toy_width", "toy_depth", "toy_heads", "toy_patch", "toy_sample_shift"),
         families=("toy",),
     ),
+    Package(
+        plugin="plan",
+        options=("memory_forecast",),
+        commands=("plan",),
+        caches=("model-facts", "plan-calibrations", "rehearsals"),
+    ),
     Package(plugin="optimizers", optimizers=("adamw8bit", "lion", "prodigy", "stableadamw")),
     Package(plugin="plots"),
     Package(plugin="trackers", folder="plots", options=("report_to", "tracker_project_name")),

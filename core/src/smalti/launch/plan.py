@@ -20,11 +20,10 @@ import psutil
 
 from smalti.config import ONLY_ON_CUDA, PER_MACHINE, Config, LaunchOptions, TrainingOptions, accelerate_yaml
 from smalti.errors import PreflightError, UserError
-from smalti.parallel import in_bf16, is_rocm
+from smalti.parallel import ALLOCATOR_VARIABLES, in_bf16, is_rocm
 from smalti.plugins import Plugins
 from smalti.rundir import RunDirectory
 from smalti.system import atomic_write
-from smalti.training import ALLOCATOR_VARIABLES
 from smalti.types import DistributedPlan
 
 Launcher = Literal["in-process", "elastic", "accelerate"]

@@ -29,6 +29,7 @@ from smalti.config import (
 )
 from smalti.data import PreparedData, check_caches, check_sources, ranks_scan, scan_data, scan_progress, total_steps
 from smalti.errors import ConfigError, ExitCode, TakenOverError
+from smalti.hookspecs import HookSpecs
 from smalti.launch.checks import check_run, refuse_fault_loop
 from smalti.launch.plan import (
     LaunchPlan,
@@ -41,8 +42,7 @@ from smalti.launch.plan import (
 from smalti.launch.site import LaunchSite, open_site
 from smalti.launch.standby import StandbyLauncher
 from smalti.parallel import ImageSize, accelerator_kind, choose_precision, cost_of, cpu_notices, describe, describe_devices
-from smalti.planning import Forecast, forecast_of
-from smalti.plugins import Plugins, choose_distributed
+from smalti.plugins import Plugins, choose_distributed, lines_of_each
 from smalti.rundir import STOPPED_EARLY, RunDirectory, RunWriter, overview
 from smalti.system import Stopped, exit_reports
 from smalti.training import check_resumable
@@ -74,7 +74,6 @@ class Preparation:
     facts: Mapping[str, str]
     site: LaunchSite
     notices: tuple[str, ...]
-    forecast: Forecast | None = None
 
     @classmethod
     def of(cls, config: Config, plugins: Plugins, *, write: bool) -> Preparation:
@@ -108,7 +107,8 @@ class Preparation:
         ]
         described = {"device": describe_devices(config, kind), "precision": describe(config, kind), **site.facts}
         facts = {name: fact for name, fact in described.items() if fact}
-        forecast = None if site.joins else forecast_of(config, plugins, distributed, kind)
+        hook = HookSpecs.notices_before_launch
+        of_plugins = [] if site.joins else lines_of_each(plugins, hook, config=config, plan=distributed, kind=kind)
         with _failures_recorded(site):
             if write and not site.joins:
                 site.begin(config)
@@ -130,8 +130,7 @@ class Preparation:
             data=data,
             facts=facts,
             site=site,
-            forecast=forecast,
-            notices=tuple(dict.fromkeys([*notices, *(forecast.notices if forecast is not None else ())])),
+            notices=tuple(dict.fromkeys([*notices, *of_plugins])),
         )
 
     @staticmethod
@@ -158,7 +157,11 @@ class Preparation:
             code, message = self.site.run(self.config, self.plan, standby)
         writer = self.site.writer
         if writer is not None:
-            self._compare_forecast(writer)
+            lines = lines_of_each(
+                self.plugins, HookSpecs.on_launch_end, directory=self.directory, events=writer.events, code=code
+            )
+            for line in lines:
+                click.echo(f"  {line}", err=True)
             writer.end_launch(code, message)
             if writer.ownership.lost:
                 code, message = ExitCode.TAKEN_OVER, writer.ownership.message
@@ -167,11 +170,6 @@ class Preparation:
             writer.close()
         return code
 
-    def _compare_forecast(self, writer: RunWriter) -> None:
-        if self.forecast is not None and (compared := self.forecast.compared(self.directory)) is not None:
-            measured, line = compared
-            writer.events.append("memory", step=None, measured=int(measured), **self.forecast.event())
-            click.echo(f"  {'memory':<12} {line}", err=True)
 
     def _print_summary(self, code: ExitCode, message: str) -> None:
         if code is ExitCode.TAKEN_OVER:

@@ -58,7 +58,7 @@ def run_rank(config: Config, plugins: Plugins, writer: RunWriter | None = None) 
                     phases = writer.phases if writer is not None else Phases()
                     faults.info = rank_info(config, plugins, plan, parallel.world, phases)
                     closing.enter_context(rank_observed(plugins, state, faults.info, phases))
-                    with memory_explained(config, parallel.world):
+                    with memory_explained(plugins, state, faults.info):
                         run = build(config, plugins, plan, parallel, detector, closing, writer, state, phases)
                     watchdog.run = faults.run = run
                 if writer is not None:

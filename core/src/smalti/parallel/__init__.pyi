@@ -11,6 +11,7 @@ from .device_models import (
     device_models as device_models,
 )
 from .devices import (
+    ALLOCATOR_VARIABLES as ALLOCATOR_VARIABLES,
     ImageSize as ImageSize,
     accelerator_kind as accelerator_kind,
     cpu_notices as cpu_notices,

@@ -12,6 +12,8 @@ from inspect import signature
 
 from smalti.config import Config, LaunchOptions
 
+ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
+"""What torch's allocator reads, under its name of today and its earlier ones. Which of two counts differs between versions."""
 _WITHOUT_BF16 = frozenset(("SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX2_VNNI_2", "AVX512_CORE", "AVX512_CORE_VNNI"))
 """What oneDNN can be limited to that leaves a processor no bf16 products; every later level has them."""
 _LIMITS = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA")

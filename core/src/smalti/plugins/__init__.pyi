@@ -12,6 +12,7 @@ from .lookup import (
 )
 from .observers import (
     ask_each as ask_each,
+    lines_of_each as lines_of_each,
     notify_each as notify_each,
     observed as observed,
     rank_observed as rank_observed,

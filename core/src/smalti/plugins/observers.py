@@ -64,7 +64,7 @@ def _ask(
             answer = plugins.call_one(name, hook, state, *args, **kwargs)
         except Exception as error:  # noqa: BLE001 - the isolation of observers: the other plugins are called whatever one raises
             failures.append(error)
-            message = f"plugin {name!r} ({plugins.infos[name].source}) failed in hook {hook.__name__!r}: {summary(error)}"
+            message = _failed(plugins, name, hook, error)
             if hook is HookSpecs.on_warning:
                 _write(message, error)
             else:
@@ -75,6 +75,19 @@ def _ask(
     return answers, failures
 
 
+def lines_of_each(
+    plugins: Plugins, hook: Callable[Concatenate[HookSpecs, P], list[str]], /, *args: P.args, **kwargs: P.kwargs
+) -> list[str]:
+    """The sentences of a gather hook of the launcher. A plugin that fails has none; its failure is logged."""
+    found: list[str] = []
+    for name in plugins.implementers(hook):
+        try:
+            found += plugins.call_one(name, hook, *args, **kwargs) or []
+        except Exception as error:  # noqa: BLE001 - whatever a plugin raises, the launch goes on
+            _write(f"{_failed(plugins, name, hook, error)}; the launch is not affected", error)
+    return found
+
+
 def warn(plugins: Plugins, state: RunState, message: str, error: Exception, *, quiet: bool = False) -> None:
     """Report a failure that does not end the run: to the log, unless `quiet`, and to the observers.
 
@@ -83,6 +96,10 @@ def warn(plugins: Plugins, state: RunState, message: str, error: Exception, *, q
     if not quiet:
         _write(message, error)
     notify_each(plugins, HookSpecs.on_warning, state, message=message, error=error)
+
+
+def _failed(plugins: Plugins, name: str, hook: Callable[..., object], error: Exception) -> str:
+    return f"plugin {name!r} ({plugins.infos[name].source}) failed in hook {hook.__name__!r}: {summary(error)}"
 
 
 def _write(message: str, error: Exception) -> None:

@@ -8,7 +8,6 @@ from .build_run import (
 )
 from .failures.fault_watch import FaultWatch as FaultWatch
 from .failures.leaving import LEAVE_SECONDS as LEAVE_SECONDS
-from .failures.memory_use import ALLOCATOR_VARIABLES as ALLOCATOR_VARIABLES
 from .failures.out_of_memory import memory_explained as memory_explained
 from .failures.watchdog import Watchdog as Watchdog
 from .hangs.flight_recorder import FLIGHT_RECORDER as FLIGHT_RECORDER

@@ -32,7 +32,7 @@ def train(run: Run) -> Outcome:
         observed(run.plugins, run.state, run.info) as ended,
         emergency_save_on_failure(run),
         faults_end(run),
-        memory_explained(run.config, run.world, run),
+        memory_explained(run.plugins, run.state, run.info, run),
     ):
         compiles = run.config[LaunchOptions].dynamo_backend is not None  # in the first step
         run.phases.enter("compiling" if compiles else "training")

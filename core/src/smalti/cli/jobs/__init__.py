@@ -1,1 +1,1 @@
-"""The commands that plan runs and write jobs for schedulers."""
+"""The commands that write jobs for schedulers."""

@@ -49,11 +49,6 @@ class LaunchOptions(Options):
     process_group_timeout: int = option(
         600, help="Seconds that a rank waits for a lost one before it gives up.", level="advanced", ge=1, le=31_536_000
     )
-    memory_forecast: Literal["auto", "on", "off"] = option(
-        "auto",
-        help="Warn before a launch if the planner's formulas say that it does not fit into memory. auto: on accelerators.",
-        level="advanced",
-    )
     dynamo_backend: Annotated[str | None, BeforeValidator(_backend_name)] = option(
         None,
         help="Compile the model with this torch.compile backend, such as inductor.",

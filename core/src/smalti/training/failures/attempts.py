@@ -55,7 +55,7 @@ def computed(run: Run, compute: Callable[[], T]) -> T:
     """
 
     def explained() -> T:
-        with memory_explained(run.config, run.world, run):
+        with memory_explained(run.plugins, run.state, run.info, run):
             return compute()
 
     together = run.world.size > 1 and (run.world.context > 1 or run.parallel.local_communicator() is None)

@@ -1,0 +1,159 @@
+"""The memory of one rank in each phase, as closed formulas. Imports no torch.
+
+Exact for what stays between steps; activations come from a counted forward pass. What remains is estimated: the moment at which
+gradients and activations meet, and what a block needs while its gradients are computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from smalti import Strategy
+from smalti_plan.facts import BlockFacts, ModelFacts
+from smalti_plan.formulas.run_facts import RunFacts
+from smalti_plan.records import Candidate, MemoryParts, PhasePeak, Recompute
+
+_OF_GRADIENTS = 0.7
+"""Gradients of activations in the backward pass of a block that was not counted, as a fraction of what it has kept."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Memory:
+    """What stays between steps on the device and in host memory, and the peaks of the phases."""
+
+    resident: MemoryParts
+    resident_host: int
+    phases: dict[str, PhasePeak]
+
+
+def memory_of(model: ModelFacts, run: RunFacts, strategy: Strategy, candidate: Candidate, ranks: int) -> Memory:
+    """The memory of one of `ranks` ranks with `candidate.micro_batch` samples of the counted size in each micro-batch."""
+    return _Formula(model, run, strategy, candidate, ranks).result()
+
+
+class _Formula:
+    def __init__(self, model: ModelFacts, run: RunFacts, strategy: Strategy, candidate: Candidate, ranks: int) -> None:
+        self.model, self.run, self.strategy, self.candidate, self.ranks = model, run, strategy, candidate, ranks
+        self.batch = candidate.micro_batch / strategy.context
+        blocks = model.sample.blocks
+        self.largest = max((block.parameters for block in blocks), default=model.largest)
+        self.held = {part: self._held(part) for part in ("weights", "gradients", "state")}
+        self.ema = model.trained * 4 // strategy.divided.get("state", 1) if run.ema else 0
+
+    def _held(self, part: str) -> int:
+        """Bytes of a rank's share of a part, wherever it is."""
+        each = self.strategy.bytes.get(part, 4.0) + (self.run.state_bytes if part == "state" else 0)  # type: ignore[call-overload]
+        return int(self.model.trained * each / self.strategy.divided.get(part, 1))  # type: ignore[call-overload]
+
+    def result(self) -> Memory:
+        resident = self.between()
+        host = sum(size for part, size in self.held.items() if part in self.strategy.offloaded)
+        host += 0 if self.run.ema_on_device else self.ema
+        # Ranks share the work of a save, whoever holds a copy; weights are saved in fp32.
+        saved = self.model.trained * (4 + self.run.state_bytes + (4 if self.run.ema else 0))
+        written = int(saved / self.ranks)
+        phases = {name: PhasePeak(device=parts, host=host) for name, parts in self.moments(resident).items()}
+        phases["save"] = PhasePeak(device=resident, host=host + written, pinned=written)
+        return Memory(resident=resident, resident_host=host, phases=phases)
+
+    def between(self) -> MemoryParts:
+        """What stays between two steps."""
+        on_device = {part: 0 if part in self.strategy.offloaded else size for part, size in self.held.items()}
+        return MemoryParts(
+            parameters=on_device["weights"] + self.model.frozen.bytes // self.strategy.frozen + self.model.buffers,
+            gradients=on_device["gradients"] if self.strategy.keeps_gradients else 0,
+            optimizer=on_device["state"],
+            ema=self.ema if self.run.ema_on_device else 0,
+            temporaries=self.buffers if self.strategy.keeps_buffers else 0,
+        )
+
+    @property
+    def buffers(self) -> int:
+        return int(min(self.strategy.buffers, self.strategy.buffers_per_parameter * self.model.trained))
+
+    def moments(self, resident: MemoryParts) -> dict[str, MemoryParts]:
+        gradients = 0 if "gradients" in self.strategy.offloaded else self.held["gradients"]
+        forward = replace(
+            resident,
+            activations=self.kept(),
+            gathered=self.gathered(),
+            temporaries=resident.temporaries + self.copies(whole=True),
+            gradients=gradients if self.candidate.accumulation > 1 else resident.gradients,
+        )
+        end = replace(forward, activations=0, gradients=gradients, gathered=self.gathered(copies=1))
+        end = replace(end, temporaries=self.buffers + self.copies(whole=False))
+        backward = [*self.backward(forward, gradients), end]
+        step = replace(resident, gradients=gradients)
+        return {
+            "forward": forward,
+            "backward": max(backward, key=lambda parts: parts.total),
+            "step": step,
+            "validation": replace(resident, gathered=self.gathered(), temporaries=resident.temporaries + self._validation()),
+        }
+
+    def backward(self, forward: MemoryParts, gradients: int) -> Iterator[MemoryParts]:
+        """The moment of each block in the backward pass, from the last block on: activations go, gradients come."""
+        model, blocks = self.model, self.model.sample.blocks
+        kept, copied, done = self.kept(), self.copies(whole=True), 0
+        for block in reversed(blocks):
+            done += block.trained
+            growing = max(forward.gradients, gradients * done // max(1, model.trained))
+            own = self.copied_of(block)
+            transient = self.batch * _transient(block, self.candidate.recompute) + self.strategy.reduced_bytes * block.trained
+            yield replace(
+                forward,
+                activations=kept,
+                gathered=self.gathered(copies=1),
+                temporaries=int(self.buffers + transient)
+                + (copied if self.candidate.recompute == "none" else self.model.frozen.restoring + own),
+                gradients=growing,
+            )
+            kept -= int(self.batch * _kept(block, self.candidate.recompute))
+            copied -= own
+
+    def kept(self) -> int:
+        """Bytes that the backward pass needs of all samples of a micro-batch, at the end of the forward pass."""
+        sample, mode = self.model.sample, self.candidate.recompute
+        return int(self.batch * (sample.saved + sum(_kept(block, mode) for block in sample.blocks)))
+
+    def gathered(self, copies: int | None = None) -> int:
+        """Whole weights of blocks, by default of those in the forward pass; and of what is in no block, which stay."""
+        if not self.strategy.gathered:
+            return 0
+        count = self.strategy.gathered if copies is None else copies
+        return int(self.strategy.gathered_bytes * (count * self.largest + self.model.outside))
+
+    def copies(self, *, whole: bool) -> int:
+        """Weights that autocast has cast: all of them in a forward pass; those of one block while it is recomputed.
+
+        And what one layer needs while its frozen weight is restored.
+        """
+        sample = self.model.sample
+        outside = 0 if self.strategy.own_copies else sample.copied
+        return (
+            self.model.frozen.restoring
+            + outside
+            + (sum if whole else max)([self.copied_of(block) for block in sample.blocks] or [0])
+        )
+
+    def copied_of(self, block: BlockFacts) -> int:
+        return 0 if self.strategy.own_copies else block.copied
+
+    def _validation(self) -> int:
+        """With EMA weights, a copy of the live ones is kept; and the copies that autocast makes."""
+        return (self.held["weights"] if self.run.ema else 0) + self.copies(whole=True)
+
+
+def _kept(block: BlockFacts, mode: Recompute) -> int:
+    """Bytes that stay of one sample until the backward pass reaches the block."""
+    by_mode = {"none": block.saved, "selective": min(block.saved, block.inputs + block.products), "full": block.inputs}
+    return by_mode[mode]
+
+
+def _transient(block: BlockFacts, mode: Recompute) -> float:
+    """Additional bytes for one sample at the peak of the block's backward pass."""
+    if mode == "none":
+        return block.extra if block.again else _OF_GRADIENTS * block.saved
+    again = block.again or (1 + _OF_GRADIENTS) * block.saved
+    return again if mode == "full" else max(block.extra, again - block.products)

@@ -1,0 +1,80 @@
+"""`smalti plan`, the forecast of memory before a launch, and the explanation of errors of memory. Imports no torch."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal
+
+from smalti import CacheEntry, CommandCollector, Config, DistributedPlan, OptionGroup, Options, UserError, hookimpl, option
+
+if TYPE_CHECKING:
+    from smalti import RankInfo
+    from smalti.rundir import EventWriter, RunDirectory
+    from smalti_plan.forecast import Forecast
+
+
+class PlanOptions(Options):
+    memory_forecast: Literal["auto", "on", "off"] = option(
+        "auto",
+        help="Warn before a launch if the planner's formulas say that it does not fit into memory. auto: on accelerators.",
+        level="advanced",
+    )
+
+
+GROUP = OptionGroup(name="plan", title="Memory forecast", options=PlanOptions)
+CACHES = (
+    CacheEntry(name="model-facts", title="counted models, of smalti plan", factory="smalti_plan.counted:facts_cache"),
+    CacheEntry(name="rehearsals", title="rehearsed runs, of smalti plan", factory="smalti_plan.rehearsal.rehearse:cache"),
+    CacheEntry(
+        name="plan-calibrations", title="measured steps, of smalti plan", factory="smalti_plan.calibration:calibrations"
+    ),
+)
+
+
+class Plan:
+    """Active where it is installed; the planner is imported when it is used."""
+
+    def __init__(self) -> None:
+        self._forecast: Forecast | None = None
+
+    @hookimpl
+    def declare_options(self) -> list[OptionGroup]:
+        return [GROUP]
+
+    @hookimpl
+    def register_commands(self, commands: CommandCollector) -> None:
+        summary = "Say what fits on which GPUs, and what is fastest, before a launch."
+        commands.add_deferred("smalti_plan.command:plan", summary, section="Training")
+
+    @hookimpl
+    def register_caches(self) -> list[CacheEntry]:
+        return list(CACHES)
+
+    @hookimpl
+    def notices_before_launch(self, config: Config, plan: DistributedPlan, kind: str) -> list[str]:
+        self._forecast = None
+        choice = config[PlanOptions].memory_forecast
+        if choice == "off" or (choice == "auto" and kind == "cpu"):
+            return []
+        from smalti_plan.forecast import forecast_of
+
+        self._forecast = forecast_of(config, plan, kind)
+        return [] if self._forecast is None else self._forecast.notices
+
+    @hookimpl
+    def on_launch_end(self, directory: RunDirectory, events: EventWriter) -> list[str]:
+        forecast, self._forecast = self._forecast, None
+        if forecast is None or (compared := forecast.compared(directory)) is None:
+            return []
+        measured, line = compared
+        events.append("memory", step=None, measured=int(measured), **forecast.event())
+        return [f"{'memory':<12} {line}"]
+
+    @hookimpl
+    def explain_error(self, error: Exception, info: RankInfo, run: object | None) -> UserError:
+        from smalti.training import Run
+        from smalti_plan.out_of_memory import explained
+
+        return explained(error, info, run if isinstance(run, Run) else None)
+
+
+plugin = Plan()

@@ -1,0 +1,105 @@
+"""Rehearsals as the planner asks for them: in a process of their own, kept, with errors as the run would report them."""
+
+import json
+
+import pytest
+
+from planning.conftest import COMMON, as_words
+from planning.measured import rehearsed
+from smalti.cli.arguments import CommandLine
+from smalti.parallel import device_models
+from smalti_plan.records import Candidate
+from smalti_plan.rehearsal.rehearse import rehearse
+from support.forked_ranks import forked_processes
+
+SHARDED = {**COMMON, "mixed_precision": "bf16", "num_processes": 16, "fsdp_enable": "true", "use_ema": "true"}
+
+
+@pytest.fixture
+def asked(tmp_path, monkeypatch):
+    """asked(**more) -> the rehearsal of a sharded run on two nodes of eight GPUs."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    words = as_words({**SHARDED, "instance_data_dir": tmp_path, "output_dir": tmp_path / "run"})
+    command_line = CommandLine.parse(words)
+
+    def ask(**more):
+        device = device_models()["h100-80g"]
+        candidate = Candidate(strategy="fsdp2", micro_batch=2)
+        return rehearse(command_line.config(), command_line.plugins, device, candidate, ranks=16, rank=9, **more)
+
+    return ask
+
+
+def test_a_rehearsal_on_gpus_that_are_not_there_is_kept(asked, tmp_path):
+    first = asked()
+    assert first.error is None
+    assert first.guard == "extension"
+    traffic = {(each.phase, each.collective, each.ranks, each.nodes): each.bytes for each in first.traffic}
+    assert traffic["forward", "all_gather", 8, 1] >= 2 * first.parameters, "in bf16, within a node"
+    assert traffic["backward", "reduce_scatter", 8, 1] >= 4 * first.parameters, "in fp32, within a node"
+    assert traffic["backward", "all_reduce", 2, 2] == pytest.approx(4 * first.parameters / 8, rel=0.01), "between nodes"
+    assert {each.kind for each in first.operations} == {"matmul", "attention"}, "by a kernel, without a matrix of scores"
+    assert first.resident.optimizer > 2 * first.resident.parameters
+    assert first.phases["validation"].device.total > first.resident.total, "the weights of training are kept beside the average"
+    without = asked(extension=False, cached=False)
+    assert without.guard == "python"
+    assert without.error is not None
+    assert without.error.message.endswith("fix: install g++")
+    [kept] = (tmp_path / "cache").rglob("rehearsals.json")
+    assert asked() == first, "without a second process, which would have taken other seconds"
+    assert kept.stat().st_size < 64 * 1024
+
+
+def test_zero_with_its_optimizer_offloaded_is_rehearsed_without_what_it_compiles(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    zero = json.dumps({"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu", "pin_memory": True}}})
+    words = as_words({**COMMON, "mixed_precision": "bf16", "instance_data_dir": tmp_path, "output_dir": tmp_path / "run"})
+    command_line = CommandLine.parse(words)
+    candidate = Candidate(strategy="deepspeed", options={"deepspeed_config": zero})
+    device = device_models()["h100-80g"]
+    rehearsal = rehearse(command_line.config(), command_line.plugins, device, candidate, ranks=8, rank=3)
+    assert rehearsal.error is None
+    assert rehearsal.resident.optimizer == 0
+    assert rehearsal.resident_host >= (4 + 8) * rehearsal.trainable / 8, "fp32 weights and the state of AdamW"
+    assert rehearsal.resident.parameters < 2 * rehearsal.parameters, "less than a whole copy in bf16"
+
+
+def test_a_pipeline_without_weights_is_enough(tmp_path):
+    import tiny
+
+    folder = tmp_path / "pipeline"
+    tiny.flux(folder)
+    for path in folder.rglob("*.safetensors"):
+        path.unlink()
+    flags = {"model_family": "flux", "pretrained_model_name_or_path": folder, "resolution": 64, "tokenizer_max_length": 32}
+    own = {name: value for name, value in COMMON.items() if not name.startswith("toy")} | flags
+    words = as_words(
+        {**own, "instance_data_dir": tmp_path, "output_dir": tmp_path / "run"}, ["use_cpu", "gradient_checkpointing"]
+    )
+    with forked_processes(ranks=1, group=False) as process:
+        [rehearsal] = process.run(rehearsed, words, micro_batch=2)
+    assert rehearsal.error is None
+    assert rehearsal.text_tokens == 32
+    assert {"encode texts", "encode images", "validation"} <= rehearsal.phases.keys()
+    assert rehearsal.phases["encode texts"].device.frozen > 0
+
+
+def failing(words):
+    """A rehearsal in which the model of the family fails."""
+    import smalti_toy.family
+
+    def forward(self, *inputs):
+        return inputs[0] @ inputs[0].new_empty(3, 5)
+
+    smalti_toy.family.ToyTransformer.forward = forward
+    return rehearsed(words)
+
+
+def test_an_error_of_the_run_is_told_with_its_line(tmp_path):
+    words = as_words({**COMMON, "instance_data_dir": tmp_path, "output_dir": tmp_path / "run"}, ["use_cpu"])
+    with forked_processes(ranks=1, group=False) as process:
+        [rehearsal] = process.run(failing, words)
+    assert rehearsal.error is not None
+    assert rehearsal.error.phase == "step"
+    assert "test_rehearse.py:" in rehearsal.error.where
+    assert "in forward" in rehearsal.error.where

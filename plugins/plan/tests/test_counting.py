@@ -1,0 +1,75 @@
+"""Facts of a model that are counted without weights, against a real forward pass of the same model."""
+
+import json
+
+import pytest
+import torch
+from torch import nn
+
+from smalti.models import blocks_named, materialise
+from smalti.models.weights import without_weights
+from smalti_plan.counting import count_facts
+from smalti_plan.facts import ModelFacts
+from smalti_testing.tiny import TinyFamily
+
+
+@pytest.fixture(scope="module")
+def family():
+    return TinyFamily()
+
+
+def facts_of(family, *, bf16):
+    with without_weights():
+        model = family.build_model()
+    return model, count_facts(
+        family, model, blocks_named(model, family.block_classes()), width=16, height=8, bf16=bf16, kind="cpu"
+    )
+
+
+def kept_by_autograd(family, model):
+    """Bytes of the tensors that a real forward pass keeps, but for weights."""
+    own = {each.untyped_storage().data_ptr() for each in (*model.parameters(), *model.buffers())}
+    kept = {}
+
+    def keep(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    noisy = torch.randn(1, *family.latent_shape(16, 8))
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        output = family.forward(model, noisy, torch.full((1,), 500.0), family.example_conditioning(16, 8))
+    del output
+    return sum(kept.values())
+
+
+def test_what_the_backward_pass_needs_is_what_a_real_forward_pass_keeps(family):
+    model, facts = facts_of(family, bf16=False)
+    sample = facts.sample
+    real = materialise(model, family.weights(0), "cpu")
+    assert sample.saved + sum(block.saved for block in sample.blocks) == kept_by_autograd(family, real)
+    assert (sample.copied, sum(block.copied for block in sample.blocks)) == (0, 0)
+    assert all(block.inputs > 0 for block in sample.blocks)
+
+
+def test_under_autocast_every_weight_of_a_product_is_copied_in_bf16(family):
+    _, facts = facts_of(family, bf16=True)
+    copied = facts.sample.copied + sum(block.copied for block in facts.sample.blocks)
+    with without_weights():
+        model = family.build_model()
+    products = [each.weight for each in model.modules() if isinstance(each, nn.Linear | nn.Conv2d)]
+    assert copied >= 2 * sum(weight.numel() for weight in products) > 0
+
+
+def test_the_model_is_left_as_it_was_and_operations_are_those_of_the_family(family):
+    model, facts = facts_of(family, bf16=False)
+    assert all(each.is_meta for each in model.parameters())
+    assert facts.sample.flops == family.flops_per_sample(16, 8)
+    assert facts.parameters == sum(each.numel() for each in model.parameters())
+    assert facts.outside + sum(block.parameters for block in facts.sample.blocks) == facts.parameters
+
+
+def test_facts_survive_json(family):
+    _, facts = facts_of(family, bf16=True)
+    assert ModelFacts.from_json(json.loads(json.dumps(facts.as_json()))) == facts

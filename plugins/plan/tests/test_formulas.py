@@ -1,0 +1,114 @@
+"""Closed formulas: what is exact is exact, what is kept is kept, and more sharding never takes more memory."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings, strategies as st
+
+from smalti import FrozenStorage, World
+from smalti.errors import UserError
+from smalti_plan.choices import choices, estimate, micro_batches
+from support.planned import H100, MODEL, MODES, RUN, WHOLE, sharded
+
+
+def counted(strategy, recompute="none", micro=1, ranks=8, run=RUN):
+    return estimate(MODEL, run, strategy, recompute, micro, H100, World(size=ranks, local_size=8, device="cuda:0"))
+
+
+def test_what_stays_between_steps_is_exact():
+    kept = counted(WHOLE).counted.resident
+    assert (kept.parameters, kept.optimizer, kept.gradients) == (4 * MODEL.trained, 8 * MODEL.trained, 0)
+    assert counted(sharded(8)).counted.resident.total == kept.total // 8
+
+
+def test_gradients_count_between_steps_where_their_memory_is_kept():
+    once = replace(RUN, effective_batch=8)
+    kept, freed = (counted(replace(WHOLE, keeps_gradients=kept), run=once).counted for kept in (True, False))
+    assert kept.resident.total - freed.resident.total == 4 * MODEL.trained
+    assert kept.phases["forward"].device.total - freed.phases["forward"].device.total == 4 * MODEL.trained
+
+
+def test_ema_counts_where_it_is_kept():
+    on_device, on_host = (counted(WHOLE, run=replace(RUN, ema=True, ema_on_device=device)).counted for device in (True, False))
+    assert on_device.resident.total - on_host.resident.total == 4 * MODEL.trained
+    assert on_host.resident_host - on_device.resident_host == 4 * MODEL.trained
+
+
+def test_recomputation_trades_memory_for_time():
+    found = [counted(sharded(8), mode) for mode in ("none", "selective", "full")]
+    peaks, seconds = [each.counted.peak.total for each in found], [each.seconds for each in found]
+    assert peaks == sorted(peaks, reverse=True)
+    assert seconds == sorted(seconds)
+    assert len(set(peaks)) == len(set(seconds)) == 3
+
+
+def test_offloaded_state_is_in_host_memory_and_costs_time():
+    offloaded = replace(sharded(8), offloaded=frozenset(("state", "gradients")))
+    here, there = counted(sharded(8)), counted(offloaded)
+    assert there.counted.resident.optimizer == 0
+    assert there.counted.resident_host >= 8 * MODEL.trained // 8
+    assert there.seconds > here.seconds
+
+
+def test_traffic_between_nodes_is_slower_than_within_one():
+    within = sharded(16)
+    between = replace(within, communication=tuple(replace(each, between_nodes=True) for each in within.communication))
+    assert counted(between, ranks=16).seconds > counted(within, ranks=16).seconds
+
+
+@settings(max_examples=40, deadline=None)
+@given(ranks=st.sampled_from([1, 2, 4, 8]), micro=st.sampled_from([1, 2]), mode=st.sampled_from(sorted(MODES)))
+def test_more_ranks_never_take_more_memory_each(ranks, micro, mode):
+    fewer, more = (counted(sharded(size), mode, micro).counted.peak.total for size in (ranks, 2 * ranks))
+    assert more <= fewer
+
+
+@settings(max_examples=60, deadline=None)
+@given(effective=st.integers(1, 512), ranks=st.integers(1, 64))
+def test_every_way_keeps_the_effective_batch(effective, ranks):
+    run, world = replace(RUN, effective_batch=effective), World(size=ranks, local_size=ranks, device="cuda:0")
+    if effective % ranks:
+        with pytest.raises(UserError, match=f"effective batch of {effective} cannot be divided over {ranks} ranks"):
+            choices(MODEL, run, [WHOLE], H100, world)
+        return
+    found = choices(MODEL, run, [WHOLE], H100, world)
+    assert {each.candidate.micro_batch * each.candidate.accumulation * ranks for each in found} == {effective}
+    assert {each.candidate.micro_batch for each in found} == set(micro_batches(effective, ranks))
+
+
+def test_ways_that_fit_come_first_and_the_fastest_of_them_first():
+    found = choices(MODEL, RUN, [WHOLE, sharded(8)], H100, World(size=8, local_size=8, device="cuda:0"))
+    order = ["fits", "tight", "does not fit"]
+    assert [each.fit.level for each in found] == sorted((each.fit.level for each in found), key=order.index)
+    fitting = [each.seconds for each in found if each.fit.level == "fits"]
+    assert fitting == sorted(fitting)
+    assert len(fitting) > 1
+
+
+def test_frozen_weights_that_are_kept_in_less_are_offered_where_nothing_fits_and_the_strategy_divides_nothing():
+    frozen = FrozenStorage(bytes=100 * 2**30)
+    small = FrozenStorage(options={"kept": "small"}, bytes=2**30, restoring=2**28)
+    model = replace(MODEL, frozen=frozen, smaller=(small,))
+    one = World(size=1, local_size=1, device="cuda:0")
+    strategies = [replace(WHOLE, offloaded=frozenset(("state", "gradients"))), replace(sharded(1), name="one shard")]
+
+    def offered(memory):
+        device = replace(H100, memory=int(memory * 2**30))
+        found = choices(model, replace(RUN, effective_batch=1), strategies, device, one)
+        return {each.strategy.name: each for each in found if each.candidate.recompute == "full"}
+
+    found = offered(60)
+    assert set(found) == {"whole", "one shard", "whole-small"}
+    assert found["whole-small"].options["kept"] == "small"
+    assert found["whole"].counted.peak.total - found["whole-small"].counted.peak.total == 99 * 2**30 - 2**28
+    assert set(offered(500)) == {"whole", "one shard"}, "what fits needs none"
+
+
+def test_a_model_that_cannot_be_sharded_has_no_strategy_that_divides_it():
+    found = choices(replace(MODEL, indivisible=True), RUN, [WHOLE, sharded(8)], H100, World(size=8, local_size=8))
+    assert {each.strategy.name for each in found} == {"whole"}
+
+
+def test_ranks_share_a_save_whoever_holds_copies():
+    saved = [counted(strategy).counted.save_bytes for strategy in (WHOLE, sharded(8))]
+    assert saved == [12 * MODEL.trained // 8] * 2
