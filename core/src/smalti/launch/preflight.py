@@ -43,7 +43,7 @@ from smalti.launch.site import LaunchSite, open_site
 from smalti.launch.standby import StandbyLauncher
 from smalti.parallel import ImageSize, accelerator_kind, choose_precision, cost_of, cpu_notices, describe, describe_devices
 from smalti.plugins import Plugins, choose_distributed, lines_of_each
-from smalti.rundir import STOPPED_EARLY, RunDirectory, RunWriter, overview
+from smalti.rundir import STOPPED_EARLY, RunDirectory, overview
 from smalti.system import Stopped, exit_reports
 from smalti.training import check_resumable
 
