@@ -81,13 +81,9 @@ def taken(source: str) -> Iterator[str]:
 PUBLIC = re.findall(r"smalti\.[\w.]*\w", (smalti.__doc__ or "").rpartition("\n\n")[2])
 
 
-RESERVED = {"smalti.doctor"}
-"""Not public; smalti-plan measures devices with it."""
-
-
 def is_public(name: str) -> bool:
     """Whether a plugin may take this from smalti: see the docstring of the package."""
-    return name in PUBLIC or name in RESERVED or name.removeprefix("smalti.") in smalti.__all__
+    return name in PUBLIC or name.removeprefix("smalti.") in smalti.__all__
 
 
 def test_the_page_for_plugin_authors_has_the_same_public_modules_as_the_package(root):

@@ -28,14 +28,13 @@ FLOORS = (
     ("data",),
     ("remote",),
     ("training",),
-    ("doctor",),
     ("launch", "builtin", "migration"),
     ("cli",),
 )
 FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
 TORCH_FREE = (
     *("errors", "system", "rundir", "config", "types", "checkpoint.format", "hookspecs", "plugins", "remote"),
-    *("doctor", "launch", "migration", "cli"),
+    *("launch", "migration", "cli"),
 )
 NEEDS_TORCH = {"smalti.launch.rank"}
 FILES_IN_A_FOLDER = 14

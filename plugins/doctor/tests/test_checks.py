@@ -8,16 +8,16 @@ from pathlib import Path
 import psutil
 import pytest
 
-from smalti.doctor.checks.cgroups import MemoryLimit, cpu_quota, memory_limit
-from smalti.doctor.checks.environment import environment
-from smalti.doctor.checks.host import clock_synchronised, resolved
-from smalti.doctor.checks.memory import memory
-from smalti.doctor.checks.processes import leftovers, processes
-from smalti.doctor.checks.processor import processor
-from smalti.doctor.checks.software import software
-from smalti.doctor.checks.storage import Folder, existing, mount_of, read_mounts, storage, try_saves
-from smalti.doctor.masking import Mask
 from smalti.plugins.registry import PluginInfo, Plugins
+from smalti_doctor.checks.cgroups import MemoryLimit, cpu_quota, memory_limit
+from smalti_doctor.checks.environment import environment
+from smalti_doctor.checks.host import clock_synchronised, resolved
+from smalti_doctor.checks.memory import memory
+from smalti_doctor.checks.processes import leftovers, processes
+from smalti_doctor.checks.processor import processor
+from smalti_doctor.checks.software import software
+from smalti_doctor.checks.storage import Folder, existing, mount_of, read_mounts, storage, try_saves
+from smalti_doctor.masking import Mask
 
 MIB = 1 << 20
 

@@ -6,9 +6,9 @@ import zipfile
 import pytest
 from click.testing import CliRunner
 
-from smalti.cli.doctor.command import doctor
 from smalti.errors import UserError
 from smalti.rundir import RunDirectory
+from smalti_doctor.command import doctor
 
 
 @pytest.fixture

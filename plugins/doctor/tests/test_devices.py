@@ -4,8 +4,8 @@ import os
 
 import pytest
 
-from smalti.doctor.checks.devices import NvidiaDriver, NvidiaGpu, device_findings, devices, nvidia_driver, runs_on
-from smalti.doctor.child import ChildResult, run_in_child
+from smalti_doctor.checks.devices import NvidiaDriver, NvidiaGpu, device_findings, devices, nvidia_driver, runs_on
+from smalti_doctor.child import ChildResult, run_in_child
 
 GPU = NvidiaGpu(index=0, name="NVIDIA H100", uuid="aa", memory=80 << 30, used=0, driver="535.54", mig=False)
 BF16 = {"native": True, "why": "it computes it natively"}

@@ -8,12 +8,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
 
 from smalti.config import draft
-from smalti.doctor.bundle import write_bundle
-from smalti.doctor.masking import Mask, is_secret_name
-from smalti.doctor.report import Report, Section
 from smalti.plugins import Selection, load_plugins, schema_of
 from smalti.rundir import RunDirectory
 from smalti.types import Finding
+from smalti_doctor.bundle import write_bundle
+from smalti_doctor.masking import Mask, is_secret_name
+from smalti_doctor.report import Report, Section
 
 CHARACTERS = st.sampled_from("\"'\\/+%&=: \u2028\u00e9abcXYZ019") | st.characters(exclude_categories=("Cs", "Cc"))
 SECRETS = st.text(CHARACTERS.filter(lambda each: each != "*"), min_size=8, max_size=40).filter(

@@ -3,9 +3,9 @@
 import socket
 from dataclasses import asdict, replace
 
-from smalti.doctor.measure import Measurement
-from smalti.doctor.measurements import describe, measure_node, slower_devices, slower_than_before
 from smalti.plugins import CacheFile
+from smalti_doctor.measure import Measurement
+from smalti_doctor.measurements import describe, measure_node, slower_devices, slower_than_before
 
 H100 = Measurement(
     device="a",

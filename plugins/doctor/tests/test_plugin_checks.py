@@ -5,9 +5,9 @@ import threading
 import pytest
 
 from smalti import Finding, hookimpl
-from smalti.doctor.plugin_checks import plugin_findings
 from smalti.errors import InvalidOptionError
 from smalti.plugins.registry import PluginInfo, Plugins
+from smalti_doctor.plugin_checks import plugin_findings
 
 
 class Compiler:

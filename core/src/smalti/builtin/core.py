@@ -24,7 +24,7 @@ from smalti.config import (
 )
 from smalti.errors import Problem
 from smalti.hookspecs import hookimpl
-from smalti.types import Block, CacheEntry, Checkpoint, CheckpointFormat, FaultAction, GpuFault, OptimizerEntry
+from smalti.types import Block, Checkpoint, CheckpointFormat, FaultAction, GpuFault, OptimizerEntry
 
 if TYPE_CHECKING:
     import torch
@@ -77,11 +77,6 @@ OPTIMIZERS = (
         accepts=("weight_decay",),
     ),
 )
-CACHES = (
-    CacheEntry(
-        name="speed", title="measured devices and disks, of smalti doctor", factory="smalti.doctor.measurements:speed_cache"
-    ),
-)
 
 
 class Core:
@@ -98,10 +93,6 @@ class Core:
     @hookimpl
     def register_optimizers(self) -> list[OptimizerEntry]:
         return list(OPTIMIZERS)
-
-    @hookimpl
-    def register_caches(self) -> list[CacheEntry]:
-        return list(CACHES)
 
     @hookimpl
     def register_checkpoint_formats(self) -> list[CheckpointFormat]:

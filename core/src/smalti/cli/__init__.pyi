@@ -10,4 +10,5 @@ from .output import (
 from .pages.help import (
     Command as Command,
     Group as Group,
+    Root as Root,
 )

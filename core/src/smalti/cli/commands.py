@@ -25,7 +25,6 @@ class Commands:
         add("smalti.cli.cache:cache", "List, verify and remove caches.", section="Data")
         add("smalti.cli.config:config", "Show, explain and convert the configuration.", section="Configuration")
         add("smalti.cli.plugins:plugins", "List plugins and what each adds.", section="Configuration")
-        add("smalti.cli.doctor.command:doctor", "Check this node; each problem with its fix.", section="Node")
 
 
 plugin = Commands()

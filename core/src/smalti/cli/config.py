@@ -95,7 +95,7 @@ def check(arguments: tuple[str, ...], as_json: bool) -> None:
     command_line = CommandLine.parse(arguments)
     resolved = command_line.draft()
     with importing():
-        from smalti.cli.doctor.config_check import problems_of  # imports torch
+        from smalti.cli.config_check import problems_of  # imports torch
 
     problems, unchecked = problems_of(resolved, command_line.plugins)
     if as_json:

@@ -1,6 +1,6 @@
 """The checks of a configuration before a launch, as JSON.
 
-`smalti doctor` runs `python -m smalti.cli.doctor.config_check [CONFIG] [--OPTION=VALUE]...` as a child process. It prints
+`smalti doctor` runs `python -m smalti.cli.config_check [CONFIG] [--OPTION=VALUE]...` as a child process. It prints
 {"problems": [{"message", "where", "fix", "option"}], "unchecked": MODEL}, and writes nothing.
 `smalti config check` makes the same checks.
 """

@@ -159,6 +159,7 @@ PACKAGES = (
     ),
     Package(
         plugin="cluster",
+        needs=("doctor",),
         options=(
             "nodes",
             "max_restarts",
@@ -184,8 +185,10 @@ PACKAGES = (
         options=("toy_width", "toy_depth", "toy_heads", "toy_patch", "toy_sample_shift"),
         families=("toy",),
     ),
+    Package(plugin="doctor", commands=("doctor",), caches=("speed",)),
     Package(
         plugin="plan",
+        needs=("doctor",),
         options=("memory_forecast",),
         commands=("plan",),
         caches=("model-facts", "plan-calibrations", "rehearsals"),

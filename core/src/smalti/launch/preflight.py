@@ -170,7 +170,6 @@ class Preparation:
             writer.close()
         return code
 
-
     def _print_summary(self, code: ExitCode, message: str) -> None:
         if code is ExitCode.TAKEN_OVER:
             click.echo(f"smalti: ended with exit code {int(code)}: {message}", err=True)

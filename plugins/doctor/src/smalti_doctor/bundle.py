@@ -8,10 +8,10 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
-from smalti.doctor.masking import Mask
-from smalti.doctor.report import Report
 from smalti.errors import UserError
 from smalti.rundir import RunDirectory
+from smalti_doctor.masking import Mask
+from smalti_doctor.report import Report
 
 _TAIL = 1 << 20
 """Of each file, at most this number of bytes from the end."""

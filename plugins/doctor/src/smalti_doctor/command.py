@@ -10,15 +10,19 @@ from pathlib import Path
 
 import click
 
-from smalti.cli.arguments import CommandLine
-from smalti.cli.output import counted, print_table
-from smalti.cli.pages.help import Command
-from smalti.config import Config, RunOptions, as_toml
-from smalti.doctor import Mask, Report, Section, diagnose_node, existing, measure_node, run_in_child, write_bundle
+from smalti.cli import Command, CommandLine, Root, counted, print_table
+from smalti.config import Config, RunOptions, as_toml, package_of_command
 from smalti.errors import ConfigError, InvalidOptionError, UserError, problems_in
 from smalti.plugins import Plugins, load_plugins, selection_of
 from smalti.rundir import RunDirectory
 from smalti.types import Finding
+from smalti_doctor.bundle import write_bundle
+from smalti_doctor.checks.storage import existing
+from smalti_doctor.child import run_in_child
+from smalti_doctor.masking import Mask
+from smalti_doctor.measurements import measure_node
+from smalti_doctor.node import diagnose_node
+from smalti_doctor.report import Report, Section
 
 _COLOURS = {"ok": "green", "note": "cyan", "warning": "yellow", "error": "red"}
 _CONFIG_SECONDS = 300.0
@@ -60,11 +64,9 @@ def doctor(
     target = _bundle_target(bundle)
     words, run = _run_given(arguments)
     if nodes or hosts is not None:
-        from smalti_cluster.checks.command import nodes as check_nodes
-
         flags = (*(["--json"] if as_json else []), *(["--measure"] if measure else []))
         over_ssh = (f"--hosts={hosts}", f"--ssh_command={ssh_command}") if hosts is not None else ()
-        return int(check_nodes.main([*flags, *over_ssh, *words], standalone_mode=False))
+        return int(_nodes_command().main([*flags, *over_ssh, *words], standalone_mode=False))
     checked = bool(words) and (run is None or run.config_file.is_file())
     config, plugins, problems = _resolved(words)
     mask = Mask.of_run(config)
@@ -85,6 +87,19 @@ def doctor(
             "smalti: secrets that smalti knows or recognises are replaced by ***; read the files before you send them", err=True
         )
     return int(report.exit_code)
+
+
+def _nodes_command() -> click.Command:
+    """The command that compares nodes, which another package adds below this one. Raises MissingPlugin without it."""
+    context = click.get_current_context()
+    root, found = context.find_root().command, None
+    if isinstance(root, Root):
+        found = root.from_plugins().below("doctor").get_command(context, "nodes")
+    if found is None:
+        package = package_of_command("doctor nodes")
+        assert package is not None, "the table of packages names it"
+        raise package.error(f"--nodes and --hosts belong to {package.distribution}")
+    return found
 
 
 def _bundle_target(bundle: str | None) -> Path | None:
@@ -130,7 +145,7 @@ def _resolved(words: Sequence[str]) -> tuple[Config | None, Plugins, list[Findin
 
 def _config_findings(words: Sequence[str]) -> list[Finding]:
     """The checks of `smalti train` before a launch, in a child process, because they import torch and reach for storages."""
-    child = run_in_child("smalti.cli.doctor.config_check", words, seconds=_CONFIG_SECONDS)
+    child = run_in_child("smalti.cli.config_check", words, seconds=_CONFIG_SECONDS)
     if child.state != "done":
         message = f"the checks of the configuration did not end: {child.error}"
         return [Finding(check="config", level="warning", message=message, fix="smalti train CONFIG --dry-run shows more")]

@@ -1,4 +1,4 @@
-"""How fast a device and a disk are now: `python -m smalti.doctor.measure INDEX SECONDS` prints a `Measurement` as JSON.
+"""How fast a device and a disk are now: `python -m smalti_doctor.measure INDEX SECONDS` prints a `Measurement` as JSON.
 
 Call `measure_device` in a child process: it opens a context on the device, and a device that hangs does not return.
 """
@@ -18,8 +18,8 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING
 
-from smalti.doctor.checks.processor import processor_name
 from smalti.system import die_with_parent
+from smalti_doctor.checks.processor import processor_name
 
 if TYPE_CHECKING:
     import torch

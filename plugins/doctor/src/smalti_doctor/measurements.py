@@ -10,12 +10,12 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from smalti.doctor.child import ChildResult, run_in_child
-from smalti.doctor.measure import SECONDS, DiskMeasurement, Measurement, measure_disk
-from smalti.doctor.report import Section
 from smalti.parallel import device_model_of
 from smalti.plugins import CacheFile
 from smalti.types import Finding
+from smalti_doctor.child import ChildResult, run_in_child
+from smalti_doctor.measure import SECONDS, DiskMeasurement, Measurement, measure_disk
+from smalti_doctor.report import Section
 
 SLOWER = 0.10
 """A device that is slower than the others by more than this share is a warning. Processors, which other programs use: 0.25."""
@@ -113,7 +113,7 @@ def describe(measured: Measurement) -> str:
 
 
 def _measured(index: int, seconds: float) -> ChildResult:
-    return run_in_child("smalti.doctor.measure", (str(index), str(seconds)), seconds=_START_SECONDS + 3 * seconds)
+    return run_in_child("smalti_doctor.measure", (str(index), str(seconds)), seconds=_START_SECONDS + 3 * seconds)
 
 
 def _parse(values: Mapping[str, Any]) -> Measurement | None:

@@ -6,21 +6,21 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from smalti.config import Config, LaunchOptions, RunOptions
-from smalti.doctor.checks.devices import SECONDS, devices
-from smalti.doctor.checks.environment import environment
-from smalti.doctor.checks.host import host
-from smalti.doctor.checks.memory import memory
-from smalti.doctor.checks.processes import processes
-from smalti.doctor.checks.processor import processor
-from smalti.doctor.checks.software import software
-from smalti.doctor.checks.storage import folders, storage
-from smalti.doctor.masking import Mask
-from smalti.doctor.plugin_checks import plugin_findings
-from smalti.doctor.report import Report, Section
-from smalti.doctor.time_limits import run_within
 from smalti.errors import InvalidOptionError
 from smalti.plugins import Plugins, summary
 from smalti.types import Finding
+from smalti_doctor.checks.devices import SECONDS, devices
+from smalti_doctor.checks.environment import environment
+from smalti_doctor.checks.host import host
+from smalti_doctor.checks.memory import memory
+from smalti_doctor.checks.processes import processes
+from smalti_doctor.checks.processor import processor
+from smalti_doctor.checks.software import software
+from smalti_doctor.checks.storage import folders, storage
+from smalti_doctor.masking import Mask
+from smalti_doctor.plugin_checks import plugin_findings
+from smalti_doctor.report import Report, Section
+from smalti_doctor.time_limits import run_within
 
 _SECONDS = 45.0
 """For each check but that of the devices. A network file system that does not answer hangs for ever."""

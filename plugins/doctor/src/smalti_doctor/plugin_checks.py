@@ -6,11 +6,11 @@ from contextlib import suppress
 from functools import partial
 
 from smalti.config import Config
-from smalti.doctor.time_limits import run_within
 from smalti.errors import InvalidOptionError
 from smalti.hookspecs import HookSpecs
 from smalti.plugins import Plugins, summary
 from smalti.types import Finding
+from smalti_doctor.time_limits import run_within
 
 SECONDS = 30.0
 """A plugin that takes longer is left behind."""

@@ -1,4 +1,4 @@
-"""What torch says about itself and its devices, as JSON. Runs in a child process: `python -m smalti.doctor.torch_facts`.
+"""What torch says about itself and its devices, as JSON. Runs in a child process: `python -m smalti_doctor.torch_facts`.
 
 Arguments are UUIDs of GPUs that are in use: nothing is computed on them, because that takes memory.
 """

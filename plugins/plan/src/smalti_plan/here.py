@@ -9,8 +9,8 @@ from typing import cast
 import psutil
 
 from smalti import UserError
-from smalti.doctor import run_in_child
 from smalti.parallel import DeviceModel, device_model_of, device_models
+from smalti_doctor.child import run_in_child
 
 _MEASURING = 2.0
 _LIMIT = 120.0
@@ -51,7 +51,7 @@ def _probed() -> Mapping[str, object]:
 
 def _measured(ranks: int, *, on_cpu: bool) -> DeviceModel:
     environment = {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""} if on_cpu else None
-    child = run_in_child("smalti.doctor.measure", ["0", str(_MEASURING)], seconds=_LIMIT, environment=environment)
+    child = run_in_child("smalti_doctor.measure", ["0", str(_MEASURING)], seconds=_LIMIT, environment=environment)
     if child.state != "done":
         raise UserError(f"the device cannot be measured: {child.error}", fix="smalti doctor; or name a device of the table")
     values = child.values

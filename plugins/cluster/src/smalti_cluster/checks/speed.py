@@ -6,10 +6,12 @@ from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, cast
 
-from smalti.doctor import ChildResult, Measurement, run_in_child, slower_devices, slower_than_before
 from smalti_cluster.checks.channel import Message
 from smalti_cluster.checks.comparison import Comparison
 from smalti_cluster.checks.report import NodesReport
+from smalti_doctor.child import ChildResult, run_in_child
+from smalti_doctor.measure import Measurement
+from smalti_doctor.measurements import slower_devices, slower_than_before
 
 _START_SECONDS = 120.0
 START_SECONDS = 2 * _START_SECONDS
@@ -21,7 +23,7 @@ def device_facts(*, use_cpu: bool) -> Message:
     cpu: Message = {"kind": "cpu", "count": 0, "name": "", "text": "CPU"}
     if use_cpu:
         return cpu
-    child = run_in_child("smalti.doctor.torch_facts", seconds=_START_SECONDS)
+    child = run_in_child("smalti_doctor.torch_facts", seconds=_START_SECONDS)
     if child.state != "done" or "devices" not in child.values:
         reason = child.error or child.values.get("broken") or "torch is not installed"
         return {**cpu, "kind": "", "text": "?", "problem": f"torch cannot use them: {reason}"}
@@ -68,7 +70,7 @@ def compare_speed(
 
 
 def _measured(index: int, seconds: float) -> ChildResult:
-    return run_in_child("smalti.doctor.measure", (str(index), str(seconds)), seconds=_START_SECONDS + 3 * seconds)
+    return run_in_child("smalti_doctor.measure", (str(index), str(seconds)), seconds=_START_SECONDS + 3 * seconds)
 
 
 def _parse(values: Mapping[str, Any]) -> Measurement | None:

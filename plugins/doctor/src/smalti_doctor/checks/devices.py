@@ -12,10 +12,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, cast
 
-from smalti.doctor.child import ChildResult, run_in_child
-from smalti.doctor.report import Section
 from smalti.system import format_bytes
 from smalti.types import Finding, FindingLevel
+from smalti_doctor.child import ChildResult, run_in_child
+from smalti_doctor.report import Section
 
 SECONDS = 120.0
 """For importing torch and computing on each device; a network file system takes a minute."""
@@ -96,7 +96,7 @@ def devices(*, use_cpu: bool = False, seconds: float = SECONDS, root: Path = Pat
     """`use_cpu`: the run trains on the CPU on purpose. `root` is where /dev is."""
     driver = nvidia_driver()
     busy = [gpu.uuid for gpu in driver.gpus if 0 < gpu.memory < gpu.used + _RESERVED] if driver else []
-    child = run_in_child("smalti.doctor.torch_facts", busy, seconds=seconds)
+    child = run_in_child("smalti_doctor.torch_facts", busy, seconds=seconds)
     facts = {"torch": dict(child.values), "nvidia": asdict(driver) if driver else None}
     return Section(name="devices", facts=facts, findings=device_findings(child, driver, use_cpu=use_cpu, root=root))
 
@@ -104,7 +104,7 @@ def devices(*, use_cpu: bool = False, seconds: float = SECONDS, root: Path = Pat
 def device_findings(
     child: ChildResult, driver: NvidiaDriver | None, *, use_cpu: bool = False, root: Path = Path("/")
 ) -> list[Finding]:
-    """What follows from what torch (`smalti.doctor.torch_facts`) and nvidia-smi say."""
+    """What follows from what torch (`smalti_doctor.torch_facts`) and nvidia-smi say."""
     facts, findings = child.values, list(_of_torch(child))
     if driver is not None and driver.error:
         message = f"the NVIDIA driver does not answer: {driver.error}"

@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterator, Mapping
 
 import psutil
 
-from smalti.doctor.masking import Mask
-from smalti.doctor.report import Section
 from smalti.types import Finding
+from smalti_doctor.masking import Mask
+from smalti_doctor.report import Section
 
 _SHOWN = re.compile(
     r"(NCCL|GLOO|TORCH|TORCHINDUCTOR|TORCHDYNAMO|PYTORCH|CUDA|CUBLAS|CUDNN|NVIDIA|HIP|ROCR|HSA|RCCL|MIOPEN|OMP|MKL|KMP|GOMP|ATEN|ONEDNN"

@@ -9,9 +9,9 @@ import subprocess
 import sys
 from collections.abc import Iterator
 
-from smalti.doctor.report import Section
-from smalti.doctor.time_limits import run_within
 from smalti.types import Finding, FindingLevel
+from smalti_doctor.report import Section
+from smalti_doctor.time_limits import run_within
 
 _SECONDS = 10.0
 

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import psutil
 
-from smalti.doctor.checks.cgroups import memory_limit
-from smalti.doctor.report import Section
 from smalti.system import format_bytes
 from smalti.types import Finding
+from smalti_doctor.checks.cgroups import memory_limit
+from smalti_doctor.report import Section
 
 _GIB = 1 << 30
 _LITTLE_MEMORY = 4 * _GIB

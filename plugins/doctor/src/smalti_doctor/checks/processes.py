@@ -12,10 +12,10 @@ from pathlib import Path
 
 import psutil
 
-from smalti.doctor.report import Section
 from smalti.rundir import RunDirectory, find_runs
 from smalti.system import format_bytes
 from smalti.types import Finding
+from smalti_doctor.report import Section
 
 _SECONDS = 20.0
 _PART = re.compile(r"smalti\.launch\.(worker|agent)|smalti_health\.monitor\.process")

@@ -8,9 +8,9 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from smalti.doctor.checks.cgroups import cpu_quota
-from smalti.doctor.report import Section
 from smalti.types import Finding
+from smalti_doctor.checks.cgroups import cpu_quota
+from smalti_doctor.report import Section
 
 _INSTRUCTIONS = {
     "avx2": "AVX2",

@@ -14,9 +14,9 @@ from pathlib import Path
 from packaging.requirements import InvalidRequirement, Requirement
 from packaging.utils import canonicalize_name
 
-from smalti.doctor.report import Section
 from smalti.plugins import Plugins
 from smalti.types import Finding
+from smalti_doctor.report import Section
 
 _COMPILERS = ("c++", "g++", "clang++")
 

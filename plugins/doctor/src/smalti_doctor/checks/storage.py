@@ -11,9 +11,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from smalti.doctor.report import Section
 from smalti.system import format_bytes
 from smalti.types import Finding
+from smalti_doctor.report import Section
 
 _GIB = 1 << 30
 _FEW_INODES = 10_000
