@@ -83,7 +83,7 @@ def encoded(words: Sequence[str], pipelines: Path, name: str, folder: Path) -> N
     import importlib.util
 
     from smalti.cli.arguments import CommandLine
-    from smalti.data.cache.encode_ahead import encode_ahead
+    from smalti_cache.encode_ahead import encode_ahead
     from smalti.data.from_options import cache_folders, scan_data
     from smalti.data.prepared import PreparedData
     from smalti.parallel.gloo import GlooCommunicator
@@ -110,7 +110,7 @@ def _built(words, watch, closing):
     import smalti.training.opening
     import smalti.training.resume
     from smalti.cli.arguments import CommandLine
-    from smalti.data.cache.encoder import Encoder
+    from smalti_cache.encoder import Encoder
     from smalti.data.from_options import scan_data
     from smalti.parallel.accelerator import pins_memory
     from smalti.parallel.failure_detection import FailureDetector

@@ -13,7 +13,7 @@ from PIL import Image
 from smalti.builtin.ddp_parallel import DdpParallel
 from smalti.config.config import Config
 from smalti.config.resolution import resolve
-from smalti.data.cache.encode_ahead import Encoded, encode_ahead
+from smalti_cache.encode_ahead import Encoded, encode_ahead
 from smalti.data.from_options import cache_folders, scan_data
 from smalti.data.loader import Loader
 from smalti.data.prepared import PreparedData

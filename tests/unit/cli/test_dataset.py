@@ -15,7 +15,7 @@ from PIL import Image
 from smalti.cli.arguments import CommandLine
 from smalti.cli.dataset import dataset
 from smalti.data import Loader, scan_data
-from smalti.data.cache.embedding_cache import CachedTexts
+from smalti_cache.embedding_cache import CachedTexts
 from smalti.diffusion import SampleNoise
 from smalti.errors import ConfigError, PreflightError
 from smalti.launch.preflight import Preparation

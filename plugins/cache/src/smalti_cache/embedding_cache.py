@@ -20,9 +20,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from smalti.data.buckets import Bucket
-from smalti.data.cache.entries import Entry
-from smalti.data.cache.keys import Hasher, Key, Keys, single_key
-from smalti.data.cache.store import PackStore
+from smalti_cache.entries import Entry
+from smalti_cache.keys import Hasher, Key, Keys, single_key
+from smalti_cache.store import PackStore
 from smalti.data.images import Bytes, crop, mirrored, read_image
 from smalti.data.prepared import PreparedData
 from smalti.data.storage.protocol import identity_of

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
-from smalti.data.cache.reads.local_copies import LocalCopies, open_local_copies
+from smalti_cache.reads.local_copies import LocalCopies, open_local_copies
 from smalti.data.datasets.catalog import Catalog
 from smalti.data.datasets.spec import DatasetSpec
 from smalti.data.storage.local import LocalStorage

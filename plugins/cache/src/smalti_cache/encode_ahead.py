@@ -12,9 +12,9 @@ from pathlib import Path
 import torch
 
 from smalti.config import Config, DataOptions, ValidationPrompt, validation_prompts
-from smalti.data.cache.embedding_cache import CachedLatents, CachedTexts
-from smalti.data.cache.encoder import Encoder
-from smalti.data.cache.places import CacheFolders
+from smalti_cache.embedding_cache import CachedLatents, CachedTexts
+from smalti_cache.encoder import Encoder
+from smalti_cache.places import CacheFolders
 from smalti.data.prepared import PreparedData
 from smalti.diffusion import Conditioning
 from smalti.errors import PreflightError

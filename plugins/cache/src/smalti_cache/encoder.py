@@ -22,14 +22,14 @@ import numpy as np
 import torch
 
 from smalti.data.buckets import Bucket
-from smalti.data.cache.contents import DESCRIPTION, digest_of
-from smalti.data.cache.directory import default_folder
-from smalti.data.cache.embedding_cache import CachedLatents, CachedTexts, CropOffset
-from smalti.data.cache.keys import Key
-from smalti.data.cache.pending import Pending, ProgressLine
-from smalti.data.cache.places import CacheFolders, CachePlace
-from smalti.data.cache.store import PackStore
-from smalti.data.cache.wanted import Image, WantedImages, WantedTexts
+from smalti_cache.contents import DESCRIPTION, digest_of
+from smalti_cache.directory import default_folder
+from smalti_cache.embedding_cache import CachedLatents, CachedTexts, CropOffset
+from smalti_cache.keys import Key
+from smalti_cache.pending import Pending, ProgressLine
+from smalti_cache.places import CacheFolders, CachePlace
+from smalti_cache.store import PackStore
+from smalti_cache.wanted import Image, WantedImages, WantedTexts
 from smalti.data.images import Bytes, normalised
 from smalti.data.prepared import PreparedData
 from smalti.data.scan.quarantine import BadSampleError, ErrorBudget, Quarantined
