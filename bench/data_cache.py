@@ -30,6 +30,7 @@ import torch
 from numpy.typing import NDArray
 from sizes import sized
 
+from smalti.data.storage.local import LocalStorage
 from smalti_cache.directory import IN_MEMORY
 from smalti_cache.entries import Form
 from smalti_cache.keys import Hasher, single_key
@@ -37,7 +38,6 @@ from smalti_cache.pack import COLUMNS, PackBuilder, encode_columns
 from smalti_cache.reads.local_copies import LocalCopies
 from smalti_cache.reads.ranges import AT_ONCE
 from smalti_cache.store import PackStore
-from smalti.data.storage.local import LocalStorage
 from smalti_storage_s3.client.settings import S3Settings
 from smalti_storage_s3.client.storage import S3Storage
 from smalti_testing import ObjectStore, seaweed

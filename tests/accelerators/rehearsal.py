@@ -83,12 +83,12 @@ def encoded(words: Sequence[str], pipelines: Path, name: str, folder: Path) -> N
     import importlib.util
 
     from smalti.cli.arguments import CommandLine
-    from smalti_cache.encode_ahead import encode_ahead
     from smalti.data.from_options import cache_folders, scan_data
     from smalti.data.prepared import PreparedData
     from smalti.parallel.gloo import GlooCommunicator
     from smalti.plugins.lookup import find_family
     from smalti.types import World
+    from smalti_cache.encode_ahead import encode_ahead
 
     spec = importlib.util.spec_from_file_location("tiny", pipelines)
     tiny = importlib.util.module_from_spec(spec)
@@ -110,13 +110,13 @@ def _built(words, watch, closing):
     import smalti.training.opening
     import smalti.training.resume
     from smalti.cli.arguments import CommandLine
-    from smalti_cache.encoder import Encoder
     from smalti.data.from_options import scan_data
     from smalti.parallel.accelerator import pins_memory
     from smalti.parallel.failure_detection import FailureDetector
     from smalti.parallel.state import FlatRange
     from smalti.plugins.lookup import choose_distributed
     from smalti.rundir import Ownership, Phases
+    from smalti_cache.encoder import Encoder
 
     FlatRange.of = classmethod(_real_span)
     # Rank 0 is not there to look for these.

@@ -11,14 +11,14 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 import smalti_cache.directory
+from smalti.data.storage.local import LocalStorage
+from smalti.data.storage.protocol import AccessDeniedError, IntegrityError
+from smalti.errors import UserError
 from smalti_cache.earlier import EarlierParts
 from smalti_cache.entries import decode, encode
 from smalti_cache.keys import Hasher, Keys, single_key
 from smalti_cache.pack import PackBuilder
 from smalti_cache.store import PackStore
-from smalti.data.storage.local import LocalStorage
-from smalti.data.storage.protocol import AccessDeniedError, IntegrityError
-from smalti.errors import UserError
 from support.cache_parts import earlier_part
 
 ROW = st.tuples(st.text(max_size=20), st.text(max_size=9), st.integers(-(2**63), 2**63 - 1))

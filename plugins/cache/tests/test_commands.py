@@ -12,12 +12,12 @@ import torch
 
 import smalti_cache.directory
 from smalti.cli.entry import main
+from smalti.data.storage.local import LocalStorage
 from smalti_cache.contents import cached_encodings_in, digest_of
 from smalti_cache.directory import default_folder
 from smalti_cache.earlier import EarlierParts
 from smalti_cache.pack import PackBuilder
 from smalti_cache.store import PackStore
-from smalti.data.storage.local import LocalStorage
 from support.cache_parts import earlier_part
 
 

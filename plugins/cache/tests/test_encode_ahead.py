@@ -18,14 +18,6 @@ import smalti_cache.pending
 import smalti_cache.wanted
 from smalti.config.resolution import resolve
 from smalti.data.batch_check import BatchShape
-from smalti_cache.contents import cached_encodings_in
-from smalti_cache.earlier import earlier_latents_key, earlier_text_key
-from smalti_cache.embedding_cache import CachedTexts
-from smalti_cache.encode_ahead import Encoded, encode_ahead
-from smalti_cache.keys import single_key
-from smalti_cache.pack import PackBuilder
-from smalti_cache.places import CacheFolders, CachePlace
-from smalti_cache.store import PackStore
 from smalti.data.datasets.catalog import Catalog
 from smalti.data.datasets.parse import DataDefaults, parse_datasets
 from smalti.data.loader import Loader
@@ -36,6 +28,14 @@ from smalti.parallel.gloo import GlooCommunicator
 from smalti.plugins.discovery import Selection, load_plugins
 from smalti.plugins.schema import schema_of
 from smalti.types import World
+from smalti_cache.contents import cached_encodings_in
+from smalti_cache.earlier import earlier_latents_key, earlier_text_key
+from smalti_cache.embedding_cache import CachedTexts
+from smalti_cache.encode_ahead import Encoded, encode_ahead
+from smalti_cache.keys import single_key
+from smalti_cache.pack import PackBuilder
+from smalti_cache.places import CacheFolders, CachePlace
+from smalti_cache.store import PackStore
 from smalti_testing.tiny import TinyFamily
 from support.cache_parts import earlier_part
 from support.forked_ranks import forked_processes

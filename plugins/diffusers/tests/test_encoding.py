@@ -13,7 +13,6 @@ from PIL import Image
 from smalti.builtin.ddp_parallel import DdpParallel
 from smalti.config.config import Config
 from smalti.config.resolution import resolve
-from smalti_cache.encode_ahead import Encoded, encode_ahead
 from smalti.data.from_options import cache_folders, scan_data
 from smalti.data.loader import Loader
 from smalti.data.prepared import PreparedData
@@ -24,6 +23,7 @@ from smalti.plugins.discovery import load_plugins
 from smalti.plugins.schema import schema_of
 from smalti.training.loss import denoising_loss
 from smalti.types import World
+from smalti_cache.encode_ahead import Encoded, encode_ahead
 from smalti_diffusers.families.flux import Flux
 from smalti_diffusers.options import DiffusersOptions
 from smalti_diffusers.sources.components import Components

@@ -8,11 +8,11 @@ import torch
 from smalti.cli.entry import main
 from smalti.config import resolve
 from smalti.data import StorageError, check_caches
+from smalti.data.storage.protocol import Storage, identity_of
+from smalti.plugins import Selection, load_plugins, schema_of
 from smalti_cache.contents import digest_of
 from smalti_cache.pack import PackBuilder
 from smalti_cache.store import PackStore
-from smalti.data.storage.protocol import Storage, identity_of
-from smalti.plugins import Selection, load_plugins, schema_of
 
 OTHERS = {"caches/latents-notes/a.txt", "caches/other/x.safetensors", "caches/texts-notes.txt"}
 

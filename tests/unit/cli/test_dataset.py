@@ -15,11 +15,11 @@ from PIL import Image
 from smalti.cli.arguments import CommandLine
 from smalti.cli.dataset import dataset
 from smalti.data import Loader, scan_data
-from smalti_cache.embedding_cache import CachedTexts
 from smalti.diffusion import SampleNoise
 from smalti.errors import ConfigError, PreflightError
 from smalti.launch.preflight import Preparation
 from smalti.types import World
+from smalti_cache.embedding_cache import CachedTexts
 
 
 @pytest.fixture

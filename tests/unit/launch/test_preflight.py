@@ -7,11 +7,11 @@ import pytest
 from PIL import Image
 
 from smalti import DistributedPlan, FamilyEntry, hookimpl
-from smalti_cache.places import CacheFolders, CachePlace
 from smalti.data.from_options import cache_folders
 from smalti.errors import ConfigError, PreflightError, UserError
 from smalti.launch.preflight import Preparation
 from smalti.plugins.registry import PluginInfo
+from smalti_cache.places import CacheFolders, CachePlace
 from smalti_testing import TinyFamily
 
 

@@ -126,7 +126,14 @@ PACKAGES = (
         strategy="DeepSpeed",
     ),
     Package(
+        plugin="cache",
+        options=("cache_dir", "cache_local_dir", "cache_local_gb", "compress_disk_cache"),
+        commands=("cache prune", "cache verify"),
+        caches=("encodings",),
+    ),
+    Package(
         plugin="diffusers",
+        needs=("cache",),
         options=(
             "revision",
             "base_pipeline",
@@ -294,6 +301,11 @@ def package_of_checkpoint(folder: Path, known: Iterable[str]) -> Package | None:
 def package_of_cache(name: str) -> Package | None:
     """The package that keeps this cache."""
     return next((package for package in PACKAGES if name in package.caches), None)
+
+
+def encoding_package() -> Package:
+    """The package that encodes images and captions before training."""
+    return next(package for package in PACKAGES if "encodings" in package.caches)
 
 
 def package_of_accelerate(key: str) -> Package | None:

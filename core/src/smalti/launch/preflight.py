@@ -29,7 +29,7 @@ from smalti.config import (
     warm_up_notice,
     warm_up_problem,
 )
-from smalti.data import PreparedData, check_caches, check_sources, ranks_scan, scan_data, scan_progress, total_steps
+from smalti.data import PreparedData, check_sources, find_encoder, ranks_scan, scan_data, scan_progress, total_steps
 from smalti.errors import ConfigError, ExitCode, GpuFaultError, TakenOverError
 from smalti.launch.checks import check_run, refuse_fault_loop
 from smalti.launch.elastic.group import Group
@@ -312,14 +312,12 @@ class Preparation:
 
 
 def _check_storages(config: Config, plugins: Plugins, family: ModelFamily, *, sources: bool) -> None:
-    """Raises StorageError if caches are on a remote storage that cannot be listed; ranks would find that out much later.
+    """Raises UserError if what is encoded ahead cannot be kept; ranks would find that out much later.
 
-    With `sources`, those of the datasets too, which the ranks will scan.
+    With `sources`, the datasets too are checked, which the ranks will scan.
     """
-    from smalti.models import Cacheable
-
-    if isinstance(family, Cacheable):
-        check_caches(config, plugins)
+    if (encoder := find_encoder(config, plugins, family)) is not None:
+        encoder.check()
     if sources:
         check_sources(config, plugins)
 

@@ -11,83 +11,74 @@ from pathlib import Path
 
 import torch
 
-from smalti.config import Config, DataOptions, ValidationPrompt, validation_prompts
-from smalti_cache.embedding_cache import CachedLatents, CachedTexts
-from smalti_cache.encoder import Encoder
-from smalti_cache.places import CacheFolders
-from smalti.data.prepared import PreparedData
-from smalti.diffusion import Conditioning
-from smalti.errors import PreflightError
+from smalti import Config, PreflightError
+from smalti.config import DataOptions, ValidationPrompt
+from smalti.data import Catalog, Encoded, PreparedData
 from smalti.models import Cacheable, ModelFamily
 from smalti.parallel import Communicator, RankError
 from smalti.rundir import Phases
+from smalti_cache.embedding_cache import CachedLatents, CachedTexts
+from smalti_cache.encoder import Encoder
+from smalti_cache.places import CacheFolders, cache_folders, check_places
 
 
 @dataclass(frozen=True, kw_only=True)
-class Encoded:
-    """Cached latents and texts; None for what is encoded in every step."""
+class AheadEncoder:
+    """Encodes what the options ask for, for a family that is `Cacheable`."""
 
-    latents: CachedLatents | None = None
-    texts: CachedTexts | None = None
-    held_out: CachedLatents | None = None
-    """Latents of the held-out images, if there are any."""
+    config: Config
+    family: ModelFamily
+    folders: CacheFolders
 
-    def conditioning(self, texts: Sequence[str], device: str, *, negative: bool = False) -> Conditioning | None:
-        """Returns the conditioning of these captions, on the device; None if texts are encoded in every step.
+    def check(self) -> None:
+        """Raises StorageError if a remote storage in which the run caches latents or texts cannot be listed."""
+        check_places(self.config, self.folders)
 
-        With `negative`, they are negative prompts.
+    def encode(
+        self,
+        data: PreparedData,
+        communicator: Communicator,
+        directory: Path,
+        phases: Phases,
+        prompts: Sequence[ValidationPrompt],
+    ) -> Encoded:
+        """Encode what is missing, then release the encoders. *Collective*.
+
+        Call it before the model is built: encoders and model need not fit into memory together.
+
+        `directory` gets this rank's list of broken images. `prompts` are those of validation. What was encoded before a signal
+        or Ctrl-C is kept. Raises PreflightError on all ranks if one of them fails: not enough space, no permission to write,
+        more unusable images than the error budget allows.
         """
-        if self.texts is None:
-            return None
-        return {name: rows.to(device) for name, rows in self.texts.rows(texts, negative=negative).items()}
+        family, folders = self.family, self.folders
+        assert isinstance(family, Cacheable)
+        options, world = self.config[DataOptions], communicator.world
+        work = Encoder(family=family, communicator=communicator, folders=folders, batch=options.train_batch_size, phases=phases)
+        every = [data] if data.held_out is None else [data, data.held_out]
+        texts, latents = None, list[CachedLatents]()
+        try:
+            with torch.no_grad():
+                if not options.text_cache_disable:
+                    texts = _encode_texts(work, every, ["", *(each.prompt for each in prompts)], folders)
+                    negative = dict.fromkeys(each.negative_prompt for each in prompts if each.negative_prompt)
+                    work.encode_texts(texts, [], list(negative), negative=True)
+                    family.release_encoder("texts")
+                if not options.vae_cache_disable:
+                    for one in every:
+                        places = [folders.latents[dataset.spec.id] for dataset in one.datasets]
+                        latents.append(CachedLatents(one, work.open("latents", places)))
+                        broken = directory / f"encoding.rank-{world.rank}.quarantine.jsonl"
+                        work.encode_images(latents[-1], one.error_budget(broken))
+                    family.release_encoder("latents")
+        except RankError as failure:
+            raise failure.for_user(PreflightError) from failure
+        found = dict(zip(("latents", "held_out"), latents, strict=False))
+        return Encoded(texts=texts, **found)
 
 
-def encode_ahead(
-    config: Config,
-    family: ModelFamily,
-    data: PreparedData,
-    communicator: Communicator,
-    folders: CacheFolders,
-    log: Path,
-    phases: Phases | None = None,
-    prompts: Sequence[ValidationPrompt] | None = None,
-) -> Encoded:
-    """Encode what is missing, then release the encoders. *Collective*. Does nothing for a family that is not `Cacheable`.
-
-    Call it before the model is built: encoders and model need not fit into memory together.
-
-    `log` is a folder for this rank's list of broken images. `prompts` are those of validation, None for those that `config`
-    names. What was encoded before a signal or Ctrl-C is kept. Raises
-    PreflightError on all ranks if one of them fails: not enough space, no permission to write, more unusable images than the
-    error budget allows.
-    """
-    if not isinstance(family, Cacheable):
-        return Encoded()
-    options, world = config[DataOptions], communicator.world
-    work = Encoder(
-        family=family, communicator=communicator, folders=folders, batch=options.train_batch_size, phases=phases or Phases()
-    )
-    every = [data] if data.held_out is None else [data, data.held_out]
-    texts, latents = None, list[CachedLatents]()
-    try:
-        with torch.no_grad():
-            if not options.text_cache_disable:
-                prompts = validation_prompts(config) if prompts is None else prompts
-                texts = _encode_texts(work, every, ["", *(each.prompt for each in prompts)], folders)
-                negative = dict.fromkeys(each.negative_prompt for each in prompts if each.negative_prompt)
-                work.encode_texts(texts, [], list(negative), negative=True)
-                family.release_encoder("texts")
-            if not options.vae_cache_disable:
-                for one in every:
-                    places = [folders.latents[dataset.spec.id] for dataset in one.datasets]
-                    latents.append(CachedLatents(one, work.open("latents", places)))
-                    broken = log / f"encoding.rank-{world.rank}.quarantine.jsonl"
-                    work.encode_images(latents[-1], one.error_budget(broken))
-                family.release_encoder("latents")
-    except RankError as failure:
-        raise failure.for_user(PreflightError) from failure
-    found = dict(zip(("latents", "held_out"), latents, strict=False))
-    return Encoded(texts=texts, **found)
+def open_encoder(config: Config, family: ModelFamily, catalog: Catalog) -> AheadEncoder:
+    """What the core calls for a run."""
+    return AheadEncoder(config=config, family=family, folders=cache_folders(config, catalog))
 
 
 def _encode_texts(work: Encoder, data: Sequence[PreparedData], prompts: Sequence[str], folders: CacheFolders) -> CachedTexts:

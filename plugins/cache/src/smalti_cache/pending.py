@@ -8,11 +8,11 @@ from collections.abc import Mapping
 from concurrent.futures import Future
 from datetime import timedelta
 
+from smalti.data import Threads
 from smalti_cache.entries import Entry
 from smalti_cache.keys import Key
 from smalti_cache.pack import PackBuilder
 from smalti_cache.store import PackStore
-from smalti.data.threads import Threads
 
 PACK_BYTES = 128 * 2**20
 PACK_SECONDS = 60.0

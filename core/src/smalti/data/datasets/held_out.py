@@ -18,13 +18,13 @@ import torch
 from torch import Tensor
 
 from smalti.data.buckets import Bucket
-from smalti.data.cache.embedding_cache import CachedLatents, CachedTexts, CropOffset, fixed_crop
-from smalti.data.images import normalised
+from smalti.data.encoded import CachedLatents, CachedTexts, CropOffset
+from smalti.data.images import Bytes, crop, mirrored, normalised, read_image
 from smalti.data.prepared import PreparedData
 from smalti.data.scan.quarantine import BadSampleError
 from smalti.diffusion import Conditioning
 from smalti.models import SizeConditioning
-from smalti.system import derive_seed, text_hash
+from smalti.system import derive_seed, text_hash, uniform
 
 _READERS = 4
 _log = logging.getLogger(__name__)
@@ -154,3 +154,17 @@ class HeldOut:
         position, row = self._data.locate(sample)
         dataset = self._data.datasets[position]
         return derive_seed("held out", dataset.spec.id, text_hash(dataset.index.key(row)))
+
+
+def fixed_crop(data: PreparedData, sample: int, bucket: Bucket, *, flipped: bool = False) -> tuple[Bytes, CropOffset]:
+    """Returns an image cropped to its bucket, and the offset; a random crop is always the same. Raises BadSampleError.
+
+    With `flipped` it is the same part of the image, mirrored.
+    """
+    position, row = data.locate(sample)
+    dataset, crop_settings = data.datasets[position], data.crop_settings[position]
+    name = dataset.index.key(row)
+    image = read_image(lambda: dataset.read(row), crop_settings, bucket)
+    fractions = uniform(derive_seed("across", dataset.spec.id, name)), uniform(derive_seed("down", dataset.spec.id, name))
+    offset = crop_settings.offset((image.shape[2], image.shape[1]), bucket, fractions)
+    return mirrored(image, bucket, offset) if flipped else (crop(image, bucket, offset), offset)

@@ -35,7 +35,7 @@ _NO_ROOM = re.compile(
 )
 _DRIVER = "CUDA driver error: "
 _PHASES = {
-    "smalti.data.cache.encode_ahead": "encoding of images and captions",
+    "smalti.data.encoded": "encoding of images and captions",
     "smalti.training.validation.validation": "sampling of validation images",
     "smalti.training.validation.evaluation": "evaluation",
     "smalti.checkpoint": "saving of a checkpoint",
