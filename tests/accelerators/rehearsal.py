@@ -83,12 +83,14 @@ def encoded(words: Sequence[str], pipelines: Path, name: str, folder: Path) -> N
     import importlib.util
 
     from smalti.cli.arguments import CommandLine
-    from smalti.data.from_options import cache_folders, scan_data
+    from smalti.config import validation_prompts
+    from smalti.data.encoded import encode_ahead
+    from smalti.data.from_options import scan_data
     from smalti.data.prepared import PreparedData
     from smalti.parallel.gloo import GlooCommunicator
     from smalti.plugins.lookup import find_family
+    from smalti.rundir import Phases
     from smalti.types import World
-    from smalti_cache.encode_ahead import encode_ahead
 
     spec = importlib.util.spec_from_file_location("tiny", pipelines)
     tiny = importlib.util.module_from_spec(spec)
@@ -100,7 +102,7 @@ def encoded(words: Sequence[str], pipelines: Path, name: str, folder: Path) -> N
     family.to("cpu")
     data: PreparedData = scan_data(config, plugins, family.alignment, None)
     communicator = GlooCommunicator(world=World(), group=None)
-    encode_ahead(config, family, data, communicator, cache_folders(config, plugins), folder)
+    encode_ahead(config, plugins, family, data, communicator, folder, Phases(), validation_prompts(config))
 
 
 def _built(words, watch, closing):

@@ -22,8 +22,8 @@ from support.cache_parts import earlier_part
 
 
 @pytest.fixture(autouse=True)
-def no_plugins(monkeypatch):
-    monkeypatch.setenv("SMALTI_WITHOUT", "all")
+def no_other_plugins(monkeypatch):
+    monkeypatch.setenv("SMALTI_PLUGINS", "cache")
 
 
 @pytest.fixture

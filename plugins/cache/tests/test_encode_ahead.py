@@ -16,10 +16,12 @@ from PIL import Image
 
 import smalti_cache.pending
 import smalti_cache.wanted
+from smalti.config import validation_prompts
 from smalti.config.resolution import resolve
 from smalti.data.batch_check import BatchShape
 from smalti.data.datasets.catalog import Catalog
 from smalti.data.datasets.parse import DataDefaults, parse_datasets
+from smalti.data.encoded import Encoded
 from smalti.data.loader import Loader
 from smalti.data.prepared import DataRules, build_datasets, prepare
 from smalti.data.storage.local import LocalStorage
@@ -27,11 +29,12 @@ from smalti.errors import PreflightError, UserError
 from smalti.parallel.gloo import GlooCommunicator
 from smalti.plugins.discovery import Selection, load_plugins
 from smalti.plugins.schema import schema_of
+from smalti.rundir import Phases
 from smalti.types import World
 from smalti_cache.contents import cached_encodings_in
 from smalti_cache.earlier import earlier_latents_key, earlier_text_key
 from smalti_cache.embedding_cache import CachedTexts
-from smalti_cache.encode_ahead import Encoded, encode_ahead
+from smalti_cache.encode_ahead import AheadEncoder
 from smalti_cache.keys import single_key
 from smalti_cache.pack import PackBuilder
 from smalti_cache.places import CacheFolders, CachePlace
@@ -95,11 +98,13 @@ def data_of(folder, *, seed=3, budget=0.01, **values):
 
 
 def encode(family, data, cache, ranks=None, latents=("pets",), own_texts=None) -> Encoded:
-    schema = schema_of(load_plugins(Selection(without=("all",))))
+    schema = schema_of(load_plugins(Selection(only=("cache",))))
     config = resolve(schema, [f"--train_batch_size={BATCH}", "--validation_prompt=a pet"], environment={})
     place = CachePlace(folder=cache)
     folders = CacheFolders(texts=place, latents=dict.fromkeys(latents, place), own_texts=own_texts or {})
-    return encode_ahead(config, family, data, ranks or GlooCommunicator(world=World(), group=None), folders, cache.parent)
+    encoder = AheadEncoder(config=config, family=family, folders=folders)
+    alone = GlooCommunicator(world=World(), group=None)
+    return encoder.encode(data, ranks or alone, cache.parent, Phases(), validation_prompts(config))
 
 
 def pack_of(entries) -> PackBuilder:

@@ -29,7 +29,7 @@ from smalti.config import (
     warm_up_notice,
     warm_up_problem,
 )
-from smalti.data import PreparedData, check_sources, find_encoder, ranks_scan, scan_data, scan_progress, total_steps
+from smalti.data import PreparedData, check_sources, ranks_scan, scan_data, scan_progress, total_steps
 from smalti.errors import ConfigError, ExitCode, GpuFaultError, TakenOverError
 from smalti.launch.checks import check_run, refuse_fault_loop
 from smalti.launch.elastic.group import Group
@@ -316,6 +316,8 @@ def _check_storages(config: Config, plugins: Plugins, family: ModelFamily, *, so
 
     With `sources`, the datasets too are checked, which the ranks will scan.
     """
+    from smalti.data import find_encoder
+
     if (encoder := find_encoder(config, plugins, family)) is not None:
         encoder.check()
     if sources:

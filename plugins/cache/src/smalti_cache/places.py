@@ -83,10 +83,10 @@ def cache_folders(config: Config, catalog: Catalog) -> CacheFolders:
     given = CachePlace(folder=_absolute(options.cache_dir or cast(Path, config[RunOptions].output_dir) / "cache"))
     specs = dataset_specs(config, catalog)
     entry = texts_entry(specs)
-    own = {spec.id: entry for spec in specs if spec.has_images and (entry := own_texts_entry(spec, specs)) is not None}
+    own = {spec.id: each for spec in specs if spec.has_images and (each := own_texts_entry(spec, specs)) is not None}
     return CacheFolders(
         texts=given if entry is None else _place(entry, entry.cache_dir, given),
-        own_texts={name: _place(entry, entry.cache_dir, given) for name, entry in own.items()},
+        own_texts={name: _place(each, each.cache_dir, given) for name, each in own.items()},
         latents={spec.id: _place(latents_entry(spec, specs), spec.cache_dir_vae, given) for spec in specs if spec.has_images},
         catalog=catalog,
         compress=options.compress_disk_cache,
