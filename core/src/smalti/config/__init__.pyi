@@ -35,7 +35,6 @@ from .files import (
 )
 from .known_packages import (
     PLUGINS as PLUGINS,
-    encoding_package as encoding_package,
     family_packages as family_packages,
     package_of_cache as package_of_cache,
     package_of_checkpoint as package_of_checkpoint,

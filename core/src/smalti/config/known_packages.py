@@ -303,11 +303,6 @@ def package_of_cache(name: str) -> Package | None:
     return next((package for package in PACKAGES if name in package.caches), None)
 
 
-def encoding_package() -> Package:
-    """The package that encodes images and captions before training."""
-    return next(package for package in PACKAGES if "encodings" in package.caches)
-
-
 def package_of_accelerate(key: str) -> Package | None:
     """The package that understands this section or `distributed_type` of an Accelerate YAML."""
     return next((package for package in PACKAGES if key in package.accelerate), None)

@@ -12,7 +12,7 @@ from typing import Protocol, cast
 
 from torch import Tensor
 
-from smalti.config import Config, DataOptions, ValidationPrompt, encoding_package
+from smalti.config import Config, DataOptions, ValidationPrompt, package_of_cache
 from smalti.data.buckets import Bucket
 from smalti.data.datasets.catalog import catalog_of
 from smalti.data.prepared import PreparedData
@@ -114,7 +114,8 @@ def encoding_cache(config: Config, plugins: Plugins, family: ModelFamily) -> Cac
     for entry in plugins.gather(HookSpecs.register_caches):
         if entry.encoder:
             return entry
-    package = encoding_package()
+    package = package_of_cache("encodings")
+    assert package is not None, "it is in the table of packages"
     message = f"{family.name} encodes images and captions before training, which needs {package.distribution}"
     raise MissingPlugin(message, fix=f"{package.fix}; or encode in every step: --vae_cache_disable --text_cache_disable")
 

@@ -80,7 +80,7 @@ class CacheReport:
 def list_caches(plugins: Plugins, config: Config | None = None) -> list[CacheReport]:
     """Every cache that is not divided, with its size, sorted by name. `config` locates those whose place is an option."""
     reports = []
-    for entry in _whole(plugins):
+    for entry in (each for each in plugins.gather(HookSpecs.register_caches) if not each.divided):
         cache = _open(entry, plugins, config)
         reports.append(
             CacheReport(name=entry.name, title=entry.title, place=cache.place, entries=cache.entries(), bytes=cache.size())
@@ -90,7 +90,7 @@ def list_caches(plugins: Plugins, config: Config | None = None) -> list[CacheRep
 
 def find_cache(plugins: Plugins, name: str, config: Config | None = None) -> Cache:
     """The cache of this name, in any spelling. Raises UserError with the known names."""
-    entries = {entry.name: entry for entry in _whole(plugins)}
+    entries = {entry.name: entry for entry in plugins.gather(HookSpecs.register_caches) if not entry.divided}
     spelled = {_fold(each): each for each in entries}
     if _fold(name) in spelled:
         return _open(entries[spelled[_fold(name)]], plugins, config)
@@ -105,15 +105,6 @@ def divided_caches(plugins: Plugins, config: Config | None = None) -> dict[str, 
     """The caches with parts that have names of their own."""
     entries = [entry for entry in plugins.gather(HookSpecs.register_caches) if entry.divided]
     return {entry.name: cast(DividedCache, create(entry, entry.factory, config, plugins)) for entry in entries}
-
-
-def clear_cache(plugins: Plugins, name: str, config: Config | None = None) -> Cleared:
-    """Clear the cache of this name. Raises UserError for an unknown name."""
-    return find_cache(plugins, name, config).clear()
-
-
-def _whole(plugins: Plugins) -> list[CacheEntry]:
-    return [entry for entry in plugins.gather(HookSpecs.register_caches) if not entry.divided]
 
 
 def _open(entry: CacheEntry, plugins: Plugins, config: Config | None) -> Cache:
