@@ -30,14 +30,14 @@ import torch
 from numpy.typing import NDArray
 from sizes import sized
 
-from smalti.data.cache.directory import IN_MEMORY
-from smalti.data.cache.entries import Form
-from smalti.data.cache.keys import Hasher, single_key
-from smalti.data.cache.pack import COLUMNS, PackBuilder, encode_columns
-from smalti.data.cache.reads.local_copies import LocalCopies
-from smalti.data.cache.reads.ranges import AT_ONCE
-from smalti.data.cache.store import PackStore
 from smalti.data.storage.local import LocalStorage
+from smalti_cache.directory import IN_MEMORY
+from smalti_cache.entries import Form
+from smalti_cache.keys import Hasher, single_key
+from smalti_cache.pack import COLUMNS, PackBuilder, encode_columns
+from smalti_cache.reads.local_copies import LocalCopies
+from smalti_cache.reads.ranges import AT_ONCE
+from smalti_cache.store import PackStore
 from smalti_storage_s3.client.settings import S3Settings
 from smalti_storage_s3.client.storage import S3Storage
 from smalti_testing import ObjectStore, seaweed

@@ -83,11 +83,13 @@ def encoded(words: Sequence[str], pipelines: Path, name: str, folder: Path) -> N
     import importlib.util
 
     from smalti.cli.arguments import CommandLine
-    from smalti.data.cache.encode_ahead import encode_ahead
-    from smalti.data.from_options import cache_folders, scan_data
+    from smalti.config import validation_prompts
+    from smalti.data.encoded import encode_ahead
+    from smalti.data.from_options import scan_data
     from smalti.data.prepared import PreparedData
     from smalti.parallel.gloo import GlooCommunicator
     from smalti.plugins.lookup import find_family
+    from smalti.rundir import Phases
     from smalti.types import World
 
     spec = importlib.util.spec_from_file_location("tiny", pipelines)
@@ -100,7 +102,7 @@ def encoded(words: Sequence[str], pipelines: Path, name: str, folder: Path) -> N
     family.to("cpu")
     data: PreparedData = scan_data(config, plugins, family.alignment, None)
     communicator = GlooCommunicator(world=World(), group=None)
-    encode_ahead(config, family, data, communicator, cache_folders(config, plugins), folder)
+    encode_ahead(config, plugins, family, data, communicator, folder, Phases(), validation_prompts(config))
 
 
 def _built(words, watch, closing):
@@ -110,13 +112,13 @@ def _built(words, watch, closing):
     import smalti.training.opening
     import smalti.training.resume
     from smalti.cli.arguments import CommandLine
-    from smalti.data.cache.encoder import Encoder
     from smalti.data.from_options import scan_data
     from smalti.parallel.accelerator import pins_memory
     from smalti.parallel.failure_detection import FailureDetector
     from smalti.parallel.state import FlatRange
     from smalti.plugins.lookup import choose_distributed
     from smalti.rundir import Ownership, Phases
+    from smalti_cache.encoder import Encoder
 
     FlatRange.of = classmethod(_real_span)
     # Rank 0 is not there to look for these.

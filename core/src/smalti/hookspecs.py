@@ -7,7 +7,7 @@ The hooks in the order of a run:
       restore_run                what a resume needs is brought into the run directory from another place
       register_model_families    register_storage  register_metadata_backends  register_optimizers  register_commands
       register_checkpoint_formats
-      register_caches            what `smalti cache` lists and clears
+      register_caches            what `smalti cache` lists and clears, and what is encoded ahead
       check_config               all problems of a configuration, before anything is launched
       configure_distributed      the strategy (DDP, FSDP, ...) and how its processes are launched
       configure_launch           where the ranks start, if that is more than one node
@@ -192,7 +192,10 @@ class HookSpecs:
 
     @_spec
     def register_caches(self) -> list[CacheEntry]:
-        """gather: what this plugin keeps between runs and can create again, for `smalti cache`."""
+        """gather: what this plugin keeps between runs and can create again, for `smalti cache`.
+
+        One of the entries may have an `encoder`: it keeps the latents and texts of a run that encodes them before training.
+        """
         raise NotImplementedError
 
     @_spec

@@ -15,7 +15,7 @@ from smalti.config.resolution import resolve
 from smalti.hookspecs import HookSpecs
 from smalti.launch.plan import plan_launch, yaml_text
 from smalti.launch.preflight import Preparation
-from smalti.plugins.caches import clear_cache, list_caches
+from smalti.plugins.caches import find_cache, list_caches
 from smalti.plugins.discovery import Selection, load_plugins
 from smalti.plugins.lookup import check_strategy, choose_distributed
 from smalti.plugins.registry import PluginInfo
@@ -327,9 +327,9 @@ def test_smalti_cache_lists_and_clears_the_folder_of_a_configuration(drive):
     config = configure(None, f"--offload_param_path={drive}")
     report = next(each for each in list_caches(PLUGINS, config) if each.name == "deepspeed-offload")
     assert (report.place, report.entries, report.bytes) == (str(drive), 2, 100)
-    assert clear_cache(PLUGINS, "deepspeed_offload", config) == Cleared(count=2, bytes=100)
+    assert find_cache(PLUGINS, "deepspeed_offload", config).clear() == Cleared(count=2, bytes=100)
     assert {path.name for path in drive.iterdir()} == {*KEPT, LOCK}
-    assert clear_cache(PLUGINS, "deepspeed-offload") == Cleared(count=0, bytes=0)
+    assert find_cache(PLUGINS, "deepspeed-offload").clear() == Cleared(count=0, bytes=0)
 
 
 # --- launch ---------------------------------------------------------------------------------------------------------

@@ -11,10 +11,11 @@ import torch
 from PIL import Image
 
 from smalti.builtin.ddp_parallel import DdpParallel
+from smalti.config import validation_prompts
 from smalti.config.config import Config
 from smalti.config.resolution import resolve
-from smalti.data.cache.encode_ahead import Encoded, encode_ahead
-from smalti.data.from_options import cache_folders, scan_data
+from smalti.data.encoded import Encoded, encode_ahead
+from smalti.data.from_options import scan_data
 from smalti.data.loader import Loader
 from smalti.data.prepared import PreparedData
 from smalti.models.family import SampleRequest, native_objective
@@ -22,6 +23,7 @@ from smalti.models.weights import materialise
 from smalti.plugins import find_family
 from smalti.plugins.discovery import load_plugins
 from smalti.plugins.schema import schema_of
+from smalti.rundir import Phases
 from smalti.training.loss import denoising_loss
 from smalti.types import World
 from smalti_diffusers.families.flux import Flux
@@ -80,8 +82,9 @@ class Subject:
         return find_family(self.config, self.plugins)
 
     def encode(self, family) -> Encoded:
-        folders = cache_folders(self.config, self.plugins)
-        return encode_ahead(self.config, family, self.data, DdpParallel(self.config), folders, self.directory / "data")
+        settings, alone = (self.config, self.plugins), DdpParallel(self.config)
+        prompts = validation_prompts(self.config)
+        return encode_ahead(*settings, family, self.data, alone, self.directory / "data", Phases(), prompts)
 
     def losses(self, family, model, encoded: Encoded) -> list[torch.Tensor]:
         loss = denoising_loss(self.config, family, "cpu", encoded.conditioning([""], "cpu"))

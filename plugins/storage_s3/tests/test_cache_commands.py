@@ -7,12 +7,14 @@ import torch
 
 from smalti.cli.entry import main
 from smalti.config import resolve
-from smalti.data import StorageError, check_caches
-from smalti.data.cache.contents import digest_of
-from smalti.data.cache.pack import PackBuilder
-from smalti.data.cache.store import PackStore
+from smalti.data import StorageError, catalog_of
 from smalti.data.storage.protocol import Storage, identity_of
 from smalti.plugins import Selection, load_plugins, schema_of
+from smalti_cache.contents import digest_of
+from smalti_cache.encode_ahead import open_encoder
+from smalti_cache.pack import PackBuilder
+from smalti_cache.store import PackStore
+from smalti_testing import TinyFamily
 
 OTHERS = {"caches/latents-notes/a.txt", "caches/other/x.safetensors", "caches/texts-notes.txt"}
 
@@ -88,10 +90,14 @@ def test_a_missing_bucket_of_a_cache_is_found_by_the_launcher(store, options, tm
         {"id": "latents", "dataset_type": "image_embeds", "type": "aws", **keys},
     ]
     (tmp_path / "data.json").write_text(json.dumps(entries))
-    plugins = load_plugins(Selection(only=("storage_s3",)))
+    plugins = load_plugins(Selection(only=("cache", "storage_s3")))
     arguments = [f"--data_backend_config={tmp_path}/data.json", f"--output_dir={tmp_path}/run"]
     config = resolve(schema_of(plugins), arguments, environment={})
+
+    def check(config):
+        open_encoder(config, TinyFamily(), catalog_of(plugins)).check()
+
     with pytest.raises(StorageError, match="nowhere") as raised:
-        check_caches(config, plugins)
+        check(config)
     assert "bucket" in f"{raised.value}{raised.value.fix}"
-    check_caches(resolve(schema_of(plugins), [*arguments, "--vae_cache_disable"], environment={}), plugins)
+    check(resolve(schema_of(plugins), [*arguments, "--vae_cache_disable"], environment={}))

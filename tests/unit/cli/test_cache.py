@@ -9,7 +9,7 @@ import pytest
 
 from smalti.cli.entry import main
 from smalti.errors import UserError
-from smalti.plugins.caches import CacheFile, clear_cache, list_caches
+from smalti.plugins.caches import CacheFile, find_cache, list_caches
 from smalti.types import Cleared
 
 
@@ -173,7 +173,7 @@ def test_what_was_counted_and_measured_for_plans_is_listed_and_cleared(run, home
 def test_a_page_can_list_and_clear_without_the_command_line(plugins):
     assert all(each.entries == 0 for each in list_caches(plugins))
     with pytest.raises(UserError, match="unknown cache 'attic'"):
-        clear_cache(plugins, "attic")
+        find_cache(plugins, "attic").clear()
 
 
 def test_nobody_is_asked_where_nobody_can_answer(attic, kept, tmp_path):

@@ -13,7 +13,7 @@ from smalti.config.simpletuner.spelling import DEFAULTS
 from smalti.config.simpletuner.table import KEYS, PREFIXES
 from smalti.config.toml import as_toml
 from smalti.errors import ConfigError
-from smalti.plugins.discovery import load_plugins
+from smalti.plugins.discovery import Selection, load_plugins
 from smalti.plugins.schema import schema_of
 
 CORE = Schema(GROUPS)
@@ -25,6 +25,12 @@ def problems(configure, *flags, **sources) -> str:
     with pytest.raises(ConfigError) as raised:
         configure(*flags, **sources)
     return str(raised.value)
+
+
+@pytest.fixture(scope="module")
+def schema() -> Schema:
+    """Those of the cache too: SimpleTuner has an option of the same name."""
+    return schema_of(load_plugins(Selection(only=("cache", "toy", "trackers"))))
 
 
 @pytest.fixture

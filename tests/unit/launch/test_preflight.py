@@ -1,15 +1,12 @@
 """What happens before any worker exists."""
 
 import json
-from pathlib import Path
 
 import pytest
 from PIL import Image
 
 from smalti import DistributedPlan, FamilyEntry, hookimpl
-from smalti.data.cache.places import CacheFolders, CachePlace
-from smalti.data.from_options import cache_folders
-from smalti.errors import ConfigError, PreflightError, UserError
+from smalti.errors import ConfigError, MissingPlugin, PreflightError, UserError
 from smalti.launch.preflight import Preparation
 from smalti.plugins.registry import PluginInfo
 from smalti_testing import TinyFamily
@@ -140,12 +137,43 @@ def test_entries_of_caches_that_do_nothing_are_told(configure, plugins, tmp_path
     config = configure(*flags, f"--data_backend_config={data}")
     [notice] = Preparation.of(config, plugins, write=False).notices
     assert "without effect: more;" in notice
-    assert not cache_folders(config, plugins).compress
-    assert cache_folders(config, plugins) == CacheFolders(
-        texts=CachePlace(folder=Path("texts").absolute()),
-        latents=dict.fromkeys("ab", CachePlace(folder=Path("c").absolute())),
-        own_texts={"b": CachePlace(folder=Path("own").absolute())},
+
+
+class Encoding(TinyFamily):
+    """A family whose images and texts are encoded ahead."""
+
+    def encoder_identity(self, kind):
+        return {}
+
+    def release_encoder(self, kind):
+        pass
+
+
+class Encodes:
+    @hookimpl
+    def register_model_families(self):
+        return [FamilyEntry(name="encoding", title="encoding", factory=f"{__name__}:encoding")]
+
+
+def encoding(config):
+    return Encoding()
+
+
+def test_a_run_that_encodes_ahead_needs_the_package_that_does_it(wanted, plugins, tmp_path, one_image):
+    plugins.register(PluginInfo(name="encodes", distribution="encodes", version="1.0"), Encodes())
+    flags = (*one_image, "--model_family=encoding")
+    with pytest.raises(
+        MissingPlugin, match="tiny encodes images and captions before training, which needs smalti-cache"
+    ) as caught:
+        Preparation.of(wanted(*flags), plugins, write=True)
+    assert caught.value.fix == (
+        "the plugin 'cache' is installed but disabled: remove it from `without`, or add it to `plugins`; "
+        "or encode in every step: --vae_cache_disable --text_cache_disable"
     )
+    assert not (tmp_path / "run").exists()
+    with pytest.raises(MissingPlugin):
+        Preparation.of(wanted(*flags, "--vae_cache_disable"), plugins, write=False)
+    Preparation.of(wanted(*flags, "--vae_cache_disable", "--text_cache_disable"), plugins, write=False)
 
 
 def test_data_that_all_ranks_scan_is_checked_before_they_start(configure, plugins, tmp_path, write):

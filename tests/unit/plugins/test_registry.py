@@ -227,3 +227,9 @@ def test_the_lines_that_ranks_compare_name_active_plugins_only():
 def test_a_mistyped_name_of_a_plugin_of_the_project_is_shown_the_right_one_once():
     with pytest.raises(UserError, match=r"fix: did you mean plots\?$"):
         load_plugins(Selection(without=("plot",)))
+
+
+def test_a_selected_plugin_brings_those_that_its_package_depends_on():
+    states = {name: each.state for name, each in load_plugins(Selection(only=("diffusers",))).infos.items()}
+    assert (states["diffusers"], states["cache"], states["toy"]) == ("active", "active", "not selected")
+    assert load_plugins(Selection(only=("diffusers",), without=("cache",))).infos["cache"].state == "blocked"

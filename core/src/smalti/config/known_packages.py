@@ -128,7 +128,14 @@ PACKAGES = (
         strategy="DeepSpeed",
     ),
     Package(
+        plugin="cache",
+        options=("cache_dir", "cache_local_dir", "cache_local_gb", "compress_disk_cache"),
+        commands=("cache prune", "cache verify"),
+        caches=("encodings",),
+    ),
+    Package(
         plugin="diffusers",
+        needs=("cache",),
         options=(
             "revision",
             "base_pipeline",

@@ -1,14 +1,6 @@
 from .all_ranks import scan_data_on_all_ranks as scan_data_on_all_ranks
 from .batch_check import BatchShape as BatchShape, BucketCount as BucketCount
 from .buckets import Bucket as Bucket
-from .cache.contents import (
-    CachedEncodings as CachedEncodings,
-    Contents as Contents,
-    cached_encodings as cached_encodings,
-    cached_encodings_in as cached_encodings_in,
-)
-from .cache.embedding_cache import CachedTexts as CachedTexts
-from .cache.encode_ahead import Encoded as Encoded, encode_ahead as encode_ahead
 from .dataset import Dataset as Dataset
 from .datasets.captions import depends_on_text_file as depends_on_text_file
 from .datasets.catalog import (
@@ -17,7 +9,7 @@ from .datasets.catalog import (
     Catalog as Catalog,
     catalog_of as catalog_of,
 )
-from .datasets.held_out import HeldOut as HeldOut, HeldOutImages as HeldOutImages
+from .datasets.held_out import HeldOut as HeldOut, HeldOutImages as HeldOutImages, fixed_crop as fixed_crop
 from .datasets.keys import DATASET_KEYS as DATASET_KEYS, SIMPLETUNER_KEYS as SIMPLETUNER_KEYS
 from .datasets.parse import DataDefaults as DataDefaults, parse_datasets as parse_datasets
 from .datasets.simpletuner import is_comment as is_comment
@@ -37,12 +29,27 @@ from .datasets.sources import (
     listed_columns as listed_columns,
     listed_rows as listed_rows,
 )
-from .datasets.spec import DatasetSpec as DatasetSpec, Folder as Folder, JsonTable as JsonTable
+from .datasets.spec import (
+    DatasetSpec as DatasetSpec,
+    Folder as Folder,
+    JsonTable as JsonTable,
+    latents_entry as latents_entry,
+    own_texts_entry as own_texts_entry,
+    texts_entry as texts_entry,
+)
 from .datasets.wrong_values import wrong_values as wrong_values
+from .encoded import (
+    CachedLatents as CachedLatents,
+    CachedTexts as CachedTexts,
+    CropOffset as CropOffset,
+    DataEncoder as DataEncoder,
+    Encoded as Encoded,
+    encode_ahead as encode_ahead,
+    encoding_cache as encoding_cache,
+    find_encoder as find_encoder,
+)
 from .from_options import (
     Scan as Scan,
-    cache_folders as cache_folders,
-    check_caches as check_caches,
     check_sources as check_sources,
     data_rules as data_rules,
     dataset_specs as dataset_specs,
@@ -54,6 +61,7 @@ from .from_options import (
     total_steps as total_steps,
     was_scanned as was_scanned,
 )
+from .images import Bytes as Bytes, normalised as normalised
 from .loader import Batch as Batch, Loader as Loader, MicroBatch as MicroBatch
 from .node_copy import copy_to_node as copy_to_node
 from .order import (
@@ -73,7 +81,12 @@ from .scan.build import Progress as Progress
 from .scan.changes import changes as changes, keep as keep
 from .scan.identity import Identity as Identity, Settings as Settings, first_digest as first_digest
 from .scan.image_headers import DECODING_ERRORS as DECODING_ERRORS, EXTENSIONS as EXTENSIONS, read_header as read_header
-from .scan.quarantine import BadSampleError as BadSampleError
+from .scan.index import DatasetIndex as DatasetIndex
+from .scan.quarantine import (
+    BadSampleError as BadSampleError,
+    ErrorBudget as ErrorBudget,
+    Quarantined as Quarantined,
+)
 from .sources.image_files import ImageFiles as ImageFiles
 from .sources.keys import (
     HubKeys as HubKeys,
@@ -109,6 +122,7 @@ from .storage.protocol import (
     TransfersFiles as TransfersFiles,
     TransientStorageError as TransientStorageError,
     checked_key as checked_key,
+    identity_of as identity_of,
 )
 from .threads import Threads as Threads
 from .visits import Visit as Visit, visits_at as visits_at

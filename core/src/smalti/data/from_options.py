@@ -21,12 +21,11 @@ from smalti.config import (
     expand,
 )
 from smalti.data.batch_check import BatchShape
-from smalti.data.cache.places import CacheFolders, CachePlace
 from smalti.data.dataset import Dataset
 from smalti.data.datasets.catalog import Catalog, catalog_of
 from smalti.data.datasets.parse import DataDefaults, load_backend_config, parse_datasets
 from smalti.data.datasets.sources import ChecksTable, PricesShuffledReads
-from smalti.data.datasets.spec import DatasetSpec, latents_entry, own_texts_entry, texts_entry, unused_caches
+from smalti.data.datasets.spec import DatasetSpec, unused_caches
 from smalti.data.prepared import DataRules, PreparedData, build_datasets, check_no_overlap, load_datasets, prepare
 from smalti.data.scan.build import Progress
 from smalti.data.scan.tasks import Handed
@@ -275,48 +274,6 @@ def _with_held_out(data: PreparedData, datasets: tuple[Dataset, ...], rules: Dat
     alone = replace(rules, shape=BatchShape(train_batch_size=1, ranks=1, accumulation=1))
     held_out = prepare(datasets, alone, directory=directory)
     return replace(data, held_out=held_out, notices=(*data.notices, *held_out.notices))
-
-
-def cache_folders(config: Config, plugins: Plugins) -> CacheFolders:
-    """Returns where caches are, from the options and dataset entries; by default below the run directory."""
-    given = CachePlace(folder=_absolute(config[DataOptions].cache_dir or cast(Path, config[RunOptions].output_dir) / "cache"))
-    catalog = catalog_of(plugins)
-    specs = dataset_specs(config, catalog)
-    entry = texts_entry(specs)
-    latents = {spec.id: _place(latents_entry(spec, specs), spec.cache_dir_vae, given) for spec in specs if spec.has_images}
-    texts = given if entry is None else _place(entry, entry.cache_dir, given)
-    own = {spec.id: entry for spec in specs if spec.has_images and (entry := own_texts_entry(spec, specs)) is not None}
-    options = config[DataOptions]
-    return CacheFolders(
-        texts=texts,
-        own_texts={name: _place(entry, entry.cache_dir, given) for name, entry in own.items()},
-        latents=latents,
-        catalog=catalog,
-        compress=options.compress_disk_cache,
-        copies=options.cache_local_dir,
-        copied_bytes=int(options.cache_local_gb * 1e9),
-    )
-
-
-def check_caches(config: Config, plugins: Plugins) -> None:
-    """Raises StorageError if a remote storage in which the run caches latents or texts cannot be listed. Creates nothing."""
-    options, folders = config[DataOptions], cache_folders(config, plugins)
-    places = [*(() if options.text_cache_disable else [folders.texts, *folders.own_texts.values()])]
-    places += () if options.vae_cache_disable else folders.latents.values()
-    for place in {place.id: place for place in places if place.spec is not None}.values():
-        storage, name = place.open("", folders.catalog)
-        next(iter(storage.list(name)), None)
-
-
-def _place(entry: DatasetSpec | None, folder: str | None, given: CachePlace) -> CachePlace:
-    """Returns where the cache of an entry is: `folder` is a local one, or the prefix in the storage of the entry."""
-    if entry is not None and entry.type != "local":
-        return CachePlace(spec=entry, prefix=(folder or "").strip("/"))
-    return given if folder is None else CachePlace(folder=_absolute(folder))
-
-
-def _absolute(folder: str | Path) -> Path:
-    return Path(folder).expanduser().absolute()
 
 
 def total_steps(config: Config, data: PreparedData) -> int:

@@ -2,7 +2,7 @@
 
 Worker threads read, decode and scale; decoding releases the interpreter lock, so they run beside the training step. At most
 `prefetch` batches are in progress or ready: the next one is started when one is taken. With cached latents or texts
-(`smalti.data.cache.embedding_cache`), threads read those, and open no image.
+(`smalti.data.encoded`), threads read those, and open no image.
 
 Shapes: B images of a micro-batch, H, W pixels, 3 colours, latents (B, C, h, w).
 """
@@ -25,8 +25,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from smalti.data.buckets import Bucket
-from smalti.data.cache.embedding_cache import CachedLatents, CachedTexts, CropOffset
 from smalti.data.dataset import Sample
+from smalti.data.encoded import CachedLatents, CachedTexts, CropOffset
 from smalti.data.images import Bytes, crop, mirrored, normalised, read_image
 from smalti.data.order import GlobalBatch
 from smalti.data.prepared import PreparedData

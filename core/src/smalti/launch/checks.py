@@ -150,6 +150,7 @@ def _checked(config: Config, plugins: Plugins, *, thorough: bool, fetch: bool) -
     if family:
         notices = checks.run(lambda: _validation(config, family)) or ()
         checks.run(lambda: _regularisation(config, family, datasets))
+        checks.run(lambda: _encoding(config, plugins, family))
         if distributed:
             checks.run(lambda: check_sharding(distributed, family))
         if thorough or (distributed and (distributed.context > 1 or distributed.check_model)):
@@ -190,6 +191,13 @@ def _regularisation(config: Config, family: ModelFamily, datasets: Iterable[Data
         message = f"is_regularisation_data trains towards the model without the adapter, and {why}"
         fix = "set model_type to lora, remove is_regularisation_data, or set disabled: true for this dataset"
         raise ConfigError([Problem(message=message, where=f"dataset {name!r}", fix=fix) for name in chosen])
+
+
+def _encoding(config: Config, plugins: Plugins, family: ModelFamily) -> None:
+    """Raises MissingPlugin if the run encodes ahead, and no plugin keeps what it encodes."""
+    from smalti.data import encoding_cache
+
+    encoding_cache(config, plugins, family)
 
 
 def _checkpoint(config: Config, plugins: Plugins) -> Path | None:

@@ -27,7 +27,7 @@ from smalti.config import (
     warm_up_notice,
     warm_up_problem,
 )
-from smalti.data import PreparedData, check_caches, check_sources, ranks_scan, scan_data, scan_progress, total_steps
+from smalti.data import PreparedData, check_sources, ranks_scan, scan_data, scan_progress, total_steps
 from smalti.errors import ConfigError, ExitCode, TakenOverError
 from smalti.hookspecs import HookSpecs
 from smalti.launch.checks import check_run, refuse_fault_loop
@@ -258,14 +258,14 @@ class Preparation:
 
 
 def _check_storages(config: Config, plugins: Plugins, family: ModelFamily, *, sources: bool) -> None:
-    """Raises StorageError if caches are on a remote storage that cannot be listed; ranks would find that out much later.
+    """Raises UserError if what is encoded ahead cannot be kept; ranks would find that out much later.
 
-    With `sources`, those of the datasets too, which the ranks will scan.
+    With `sources`, the datasets too are checked, which the ranks will scan.
     """
-    from smalti.models import Cacheable
+    from smalti.data import find_encoder
 
-    if isinstance(family, Cacheable):
-        check_caches(config, plugins)
+    if (encoder := find_encoder(config, plugins, family)) is not None:
+        encoder.check()
     if sources:
         check_sources(config, plugins)
 

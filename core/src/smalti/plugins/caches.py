@@ -43,6 +43,25 @@ class Cache(Protocol):
         ...
 
 
+class DividedCache(Protocol):
+    """What the factory of a `CacheEntry` returns that is `divided`: it has parts with names, of which each can be cleared."""
+
+    def parts(self) -> list[dict[str, object]]:
+        """The parts, JSON-able, for `smalti cache ls --json`, which prints them under the name of the entry."""
+        ...
+
+    def show(self) -> bool:
+        """Print the parts as a table. Returns whether there are any."""
+        ...
+
+    def clear(self, name: str, *, yes: bool, as_json: bool) -> bool:
+        """Remove the part of this name, or all for the name of the entry, and print what was removed.
+
+        Without `yes` the user has to confirm it. Returns False, and does nothing, if no part has this name.
+        """
+        ...
+
+
 @dataclass(frozen=True, kw_only=True)
 class CacheReport:
     """One line of `smalti cache ls`."""
@@ -58,9 +77,9 @@ class CacheReport:
 
 
 def list_caches(plugins: Plugins, config: Config | None = None) -> list[CacheReport]:
-    """Every cache with its size, sorted by name. `config` locates the caches whose place is an option."""
+    """Every cache that is not divided, with its size, sorted by name. `config` locates those whose place is an option."""
     reports = []
-    for entry in plugins.gather(HookSpecs.register_caches):
+    for entry in (each for each in plugins.gather(HookSpecs.register_caches) if not each.divided):
         cache = _open(entry, plugins, config)
         reports.append(
             CacheReport(name=entry.name, title=entry.title, place=cache.place, entries=cache.entries(), bytes=cache.size())
@@ -70,7 +89,7 @@ def list_caches(plugins: Plugins, config: Config | None = None) -> list[CacheRep
 
 def find_cache(plugins: Plugins, name: str, config: Config | None = None) -> Cache:
     """The cache of this name, in any spelling. Raises UserError with the known names."""
-    entries = {entry.name: entry for entry in plugins.gather(HookSpecs.register_caches)}
+    entries = {entry.name: entry for entry in plugins.gather(HookSpecs.register_caches) if not entry.divided}
     spelled = {_fold(each): each for each in entries}
     if _fold(name) in spelled:
         return _open(entries[spelled[_fold(name)]], plugins, config)
@@ -80,9 +99,10 @@ def find_cache(plugins: Plugins, name: str, config: Config | None = None) -> Cac
     raise UserError(f"unknown cache {name!r}", fix=f"{hint} caches: {', '.join(entries) or 'none'}".lstrip())
 
 
-def clear_cache(plugins: Plugins, name: str, config: Config | None = None) -> Cleared:
-    """Clear the cache of this name. Raises UserError for an unknown name."""
-    return find_cache(plugins, name, config).clear()
+def divided_caches(plugins: Plugins, config: Config | None = None) -> dict[str, DividedCache]:
+    """The caches with parts that have names of their own."""
+    entries = [entry for entry in plugins.gather(HookSpecs.register_caches) if entry.divided]
+    return {entry.name: cast(DividedCache, create(entry, entry.factory, config, plugins)) for entry in entries}
 
 
 def _open(entry: CacheEntry, plugins: Plugins, config: Config | None) -> Cache:

@@ -31,7 +31,7 @@ ESSENTIAL = frozenset({"core", "commands", "ddp", "events"})
 class Selection:
     """Which plugins to use. An empty `only` means all installed plugins. "all" in `without` disables all but the built-in ones.
 
-    Raises UserError if a plugin is both selected and disabled.
+    What the package of a plugin in `only` depends on is used too. Raises UserError if a plugin is both selected and disabled.
     """
 
     only: tuple[str, ...] = ()
@@ -49,7 +49,8 @@ class Selection:
         """The state of a third-party plugin that is not selected; None if it is selected."""
         if name in self.without or "all" in self.without:
             return "blocked"
-        return "not selected" if self.only and name not in self.only else None
+        needed = {need for each in self.only if each in PLUGINS for need in PLUGINS[each].needs}
+        return "not selected" if self.only and name not in self.only and name not in needed else None
 
 
 def load_plugins(selection: Selection | None = None, *, strict: bool = True) -> Plugins:

@@ -12,7 +12,6 @@ from smalti.config import Config, DataOptions, RunOptions, ValidationPrompt
 from smalti.data import (
     Encoded,
     PreparedData,
-    cache_folders,
     copy_to_node,
     encode_ahead,
     load_data,
@@ -79,7 +78,7 @@ def open_data(
     except RankError as failure:
         raise failure.for_user() from failure
     data = load_data(config, plugins, family.alignment, indexes)
-    encoded = encode_ahead(config, family, data, communicator, cache_folders(config, plugins), directory, phases, prompts)
+    encoded = encode_ahead(config, plugins, family, data, communicator, directory, phases, prompts)
     phases.enter("building")
     return data, encoded
 

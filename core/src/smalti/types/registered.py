@@ -110,11 +110,19 @@ class CacheEntry(Registered):
 
     `factory` is "module:callable" and returns a `smalti.plugins.caches.Cache`. It is called without arguments, or with the
     `Config` if the entry is marked `configured` because an option says where the cache is. `name` may have dashes.
+
+    The factory of an entry marked `divided` takes the `Config`, or None without one, and the `Plugins`, and returns a
+    `smalti.plugins.DividedCache`.
+
+    `encoder`, "module:callable" too, makes it the cache in which a run keeps what it encodes before training. It takes the
+    `Config`, the `ModelFamily` and the `Catalog` of storages, and returns a `smalti.data.DataEncoder`.
     """
 
     kind = "the cache"
     factory: str
     configured: bool = False
+    divided: bool = False
+    encoder: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)

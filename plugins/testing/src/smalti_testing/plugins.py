@@ -247,6 +247,8 @@ def what_it_registers_can_be_found_and_imported(subject: PluginSubject) -> None:
             if isinstance(entry, StorageEntry) and (entry.schemes or entry.open_url):
                 expect(bool(entry.schemes), f"{what}: open_url is never called without schemes")
                 _import(entry.open_url, f"{what}: open_url")
+            if isinstance(entry, CacheEntry) and entry.encoder:
+                _import(entry.encoder, f"{what}: encoder")
 
 
 @PLUGIN.check

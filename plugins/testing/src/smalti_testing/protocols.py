@@ -111,8 +111,16 @@ CHAPTERS = (
     ),
     Chapter(
         title="Caches",
-        about="`register_caches` names a factory; the factory returns a `Cache`.",
+        about="`register_caches` names a factory; the factory returns a `Cache`, or a `DividedCache` if the entry is marked "
+        "`divided`. The callable that `encoder` names returns a `DataEncoder`.",
         classes=("smalti:CacheEntry", "smalti.plugins:Cache", "smalti:Cleared"),
+        optional=(
+            "smalti.plugins:DividedCache",
+            "smalti.data:DataEncoder",
+            "smalti.data:Encoded",
+            "smalti.data:CachedLatents",
+            "smalti.data:CachedTexts",
+        ),
         bases=("smalti.plugins:CacheFile",),
     ),
     Chapter(

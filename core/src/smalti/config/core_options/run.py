@@ -141,5 +141,5 @@ class TrackingOptions(Options):
 
 
 class PluginOptions(Options):
-    plugins: Names = option((), help="Use only these plugins, in addition to the built-in ones.", aliases=["plugin"])
+    plugins: Names = option((), help="Use only these plugins and what they need, with the built-in ones.", aliases=["plugin"])
     without: Names = option((), help='Disable these plugins without importing them. "all" keeps only the built-in ones.')

@@ -18,13 +18,13 @@ import torch
 from torch import Tensor
 
 from smalti.data.buckets import Bucket
-from smalti.data.cache.embedding_cache import CachedLatents, CachedTexts, CropOffset, fixed_crop
-from smalti.data.images import normalised
+from smalti.data.encoded import CachedLatents, CachedTexts, CropOffset
+from smalti.data.images import Bytes, crop, mirrored, normalised, read_image
 from smalti.data.prepared import PreparedData
 from smalti.data.scan.quarantine import BadSampleError
 from smalti.diffusion import Conditioning
 from smalti.models import SizeConditioning
-from smalti.system import derive_seed, text_hash
+from smalti.system import derive_seed, text_hash, uniform
 
 _READERS = 4
 _log = logging.getLogger(__name__)
@@ -141,3 +141,16 @@ class HeldOut:
             self._bad.add(sample)
             image, offset = np.full((3, bucket.height, bucket.width), 255, dtype=np.uint8), (0, 0)
         return torch.from_numpy(image), offset
+
+
+def fixed_crop(data: PreparedData, sample: int, bucket: Bucket, *, flipped: bool = False) -> tuple[Bytes, CropOffset]:
+    """Returns an image cropped to its bucket, and the offset; a random crop is always the same. Raises BadSampleError.
+
+    With `flipped` it is the same part of the image, mirrored.
+    """
+    found = data.sample(sample)
+    image = read_image(lambda: found.dataset.read(found.row), found.crop_settings, bucket)
+    place = found.dataset.spec.id, found.key
+    fractions = uniform(derive_seed("across", *place)), uniform(derive_seed("down", *place))
+    offset = found.crop_settings.offset((image.shape[2], image.shape[1]), bucket, fractions)
+    return mirrored(image, bucket, offset) if flipped else (crop(image, bucket, offset), offset)

@@ -10,15 +10,15 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-import smalti.data.cache.directory
-from smalti.data.cache.earlier import EarlierParts
-from smalti.data.cache.entries import decode, encode
-from smalti.data.cache.keys import Hasher, Keys, single_key
-from smalti.data.cache.pack import PackBuilder
-from smalti.data.cache.store import PackStore
+import smalti_cache.directory
 from smalti.data.storage.local import LocalStorage
 from smalti.data.storage.protocol import AccessDeniedError, IntegrityError
 from smalti.errors import UserError
+from smalti_cache.earlier import EarlierParts
+from smalti_cache.entries import decode, encode
+from smalti_cache.keys import Hasher, Keys, single_key
+from smalti_cache.pack import PackBuilder
+from smalti_cache.store import PackStore
 from support.cache_parts import earlier_part
 
 ROW = st.tuples(st.text(max_size=20), st.text(max_size=9), st.integers(-(2**63), 2**63 - 1))
@@ -125,8 +125,8 @@ def test_a_damaged_entry_is_reported_and_then_missing_and_the_others_are_read(tm
 
 
 def test_a_large_store_is_merged_into_one_mapped_file_and_later_packs_are_found_too(tmp_path, monkeypatch):
-    monkeypatch.setattr(smalti.data.cache.directory, "IN_MEMORY", 50)
-    monkeypatch.setattr(smalti.data.cache.directory, "_STEP", 7)
+    monkeypatch.setattr(smalti_cache.directory, "IN_MEMORY", 50)
+    monkeypatch.setattr(smalti_cache.directory, "_STEP", 7)
     merged = tmp_path / "node"
     keys = text_keys([f"{number}" for number in range(90)])
     half = Keys(keys.high // np.uint64(2**60), keys.low)  # upper halves that many keys share
@@ -163,7 +163,7 @@ def links_to_folder(folder):
     ids=["writable", "in-writable", "link", "of-another-user"],
 )
 def test_the_index_stays_in_memory_where_other_users_could_change_it(tmp_path, monkeypatch, caplog, change, notice):
-    monkeypatch.setattr(smalti.data.cache.directory, "IN_MEMORY", 1)
+    monkeypatch.setattr(smalti_cache.directory, "IN_MEMORY", 1)
     for number in range(2):
         store_of(tmp_path, {(1, number): {"rows": torch.tensor([number])}})
     folder = tmp_path / "temporary" / "indexes"
@@ -183,7 +183,7 @@ def test_the_index_stays_in_memory_where_other_users_could_change_it(tmp_path, m
 
 
 def test_a_merged_index_that_other_users_could_have_changed_is_not_read(tmp_path, monkeypatch):
-    monkeypatch.setattr(smalti.data.cache.directory, "IN_MEMORY", 1)
+    monkeypatch.setattr(smalti_cache.directory, "IN_MEMORY", 1)
     for number in range(2):
         store_of(tmp_path, {(1, number): {"rows": torch.tensor([number])}})
     folder = tmp_path / "indexes"

@@ -14,14 +14,12 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from smalti.data.buckets import Bucket
-from smalti.data.cache.earlier import EarlierParts, earlier_latents_key, earlier_text_key
-from smalti.data.cache.embedding_cache import IMAGE_COLUMNS, CachedLatents, CachedTexts
-from smalti.data.cache.keys import Key, Keys
-from smalti.data.cache.store import PackStore
-from smalti.data.prepared import PreparedData
-from smalti.data.scan.index import DatasetIndex
-from smalti.types import World
+from smalti import World
+from smalti.data import Bucket, DatasetIndex, PreparedData
+from smalti_cache.earlier import EarlierParts, earlier_latents_key, earlier_text_key
+from smalti_cache.embedding_cache import IMAGE_COLUMNS, CachedLatents, CachedTexts
+from smalti_cache.keys import Key, Keys
+from smalti_cache.store import PackStore
 
 CHUNK = 1 << 16
 """Rows that are looked at together."""

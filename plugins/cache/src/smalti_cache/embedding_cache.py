@@ -19,18 +19,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from smalti.data.buckets import Bucket
-from smalti.data.cache.entries import Entry
-from smalti.data.cache.keys import Hasher, Key, Keys, single_key
-from smalti.data.cache.store import PackStore
-from smalti.data.images import Bytes, crop, mirrored, read_image
-from smalti.data.prepared import PreparedData
-from smalti.data.storage.protocol import identity_of
+from smalti.data import Bucket, Bytes, CropOffset, PreparedData, fixed_crop, identity_of
 from smalti.diffusion import Conditioning
-from smalti.system import as_signed, derive_seed, uniform
-
-CropOffset = tuple[int, int]
-"""Left and top of a crop, in pixels of the scaled image."""
+from smalti.system import as_signed, derive_seed
+from smalti_cache.entries import Entry
+from smalti_cache.keys import Hasher, Key, Keys, single_key
+from smalti_cache.store import PackStore
 
 _RECIPE = "4"
 """Increase it when the same file and crop give other pixels than before. Then `earlier_keys` has to return nothing."""
@@ -209,17 +203,3 @@ class CachedTexts:
         rest = [key for key in dict.fromkeys(keys) if key not in found]
         found.update(zip(rest, self.store.get_many(rest), strict=True))
         return [found[key] for key in keys]
-
-
-def fixed_crop(data: PreparedData, sample: int, bucket: Bucket, *, flipped: bool = False) -> tuple[Bytes, CropOffset]:
-    """Returns an image cropped to its bucket, and the offset; a random crop is always the same. Raises BadSampleError.
-
-    With `flipped` it is the same part of the image, mirrored.
-    """
-    position, row = data.locate(sample)
-    dataset, crop_settings = data.datasets[position], data.crop_settings[position]
-    name = dataset.index.key(row)
-    image = read_image(lambda: dataset.read(row), crop_settings, bucket)
-    fractions = uniform(derive_seed("across", dataset.spec.id, name)), uniform(derive_seed("down", dataset.spec.id, name))
-    offset = crop_settings.offset((image.shape[2], image.shape[1]), bucket, fractions)
-    return mirrored(image, bucket, offset) if flipped else (crop(image, bucket, offset), offset)

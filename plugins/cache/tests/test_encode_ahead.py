@@ -14,20 +14,14 @@ import torch
 import torch.distributed as dist
 from PIL import Image
 
-import smalti.data.cache.pending
-import smalti.data.cache.wanted
+import smalti_cache.pending
+import smalti_cache.wanted
+from smalti.config import validation_prompts
 from smalti.config.resolution import resolve
 from smalti.data.batch_check import BatchShape
-from smalti.data.cache.contents import cached_encodings_in
-from smalti.data.cache.earlier import earlier_latents_key, earlier_text_key
-from smalti.data.cache.embedding_cache import CachedTexts
-from smalti.data.cache.encode_ahead import Encoded, encode_ahead
-from smalti.data.cache.keys import single_key
-from smalti.data.cache.pack import PackBuilder
-from smalti.data.cache.places import CacheFolders, CachePlace
-from smalti.data.cache.store import PackStore
 from smalti.data.datasets.catalog import Catalog
 from smalti.data.datasets.parse import DataDefaults, parse_datasets
+from smalti.data.encoded import Encoded
 from smalti.data.loader import Loader
 from smalti.data.prepared import DataRules, build_datasets, prepare
 from smalti.data.storage.local import LocalStorage
@@ -35,7 +29,16 @@ from smalti.errors import PreflightError, UserError
 from smalti.parallel.gloo import GlooCommunicator
 from smalti.plugins.discovery import Selection, load_plugins
 from smalti.plugins.schema import schema_of
+from smalti.rundir import Phases
 from smalti.types import World
+from smalti_cache.contents import cached_encodings_in
+from smalti_cache.earlier import earlier_latents_key, earlier_text_key
+from smalti_cache.embedding_cache import CachedTexts
+from smalti_cache.encode_ahead import AheadEncoder
+from smalti_cache.keys import single_key
+from smalti_cache.pack import PackBuilder
+from smalti_cache.places import CacheFolders, CachePlace
+from smalti_cache.store import PackStore
 from smalti_testing.tiny import TinyFamily
 from support.cache_parts import earlier_part
 from support.forked_ranks import forked_processes
@@ -95,11 +98,13 @@ def data_of(folder, *, seed=3, budget=0.01, **values):
 
 
 def encode(family, data, cache, ranks=None, latents=("pets",), own_texts=None) -> Encoded:
-    schema = schema_of(load_plugins(Selection(without=("all",))))
+    schema = schema_of(load_plugins(Selection(only=("cache",))))
     config = resolve(schema, [f"--train_batch_size={BATCH}", "--validation_prompt=a pet"], environment={})
     place = CachePlace(folder=cache)
     folders = CacheFolders(texts=place, latents=dict.fromkeys(latents, place), own_texts=own_texts or {})
-    return encode_ahead(config, family, data, ranks or GlooCommunicator(world=World(), group=None), folders, cache.parent)
+    encoder = AheadEncoder(config=config, family=family, folders=folders)
+    alone = GlooCommunicator(world=World(), group=None)
+    return encoder.encode(data, ranks or alone, cache.parent, Phases(), validation_prompts(config))
 
 
 def pack_of(entries) -> PackBuilder:
@@ -371,7 +376,7 @@ def test_a_damaged_entry_ends_the_run_and_is_encoded_again_by_the_next(pets, tmp
 
 def encode_on_two_ranks(folder: Path, cache: Path, stop_after: int) -> tuple[int, list]:
     """Images encoded here, and what this rank then sees of its batches. Parts are written after every batch."""
-    smalti.data.cache.pending.PACK_BYTES = 1
+    smalti_cache.pending.PACK_BYTES = 1
     world = World(rank=dist.get_rank(), size=2)
     family, data = Encoding(stop_after=stop_after), data_of(folder)
     encoded = encode(family, data, cache, GlooCommunicator(world=world, group=dist.group.WORLD))
@@ -399,7 +404,7 @@ def test_ranks_share_the_work_and_what_was_written_before_a_kill_is_not_encoded_
 
 
 def test_texts_are_found_in_several_passes_as_in_one(pets, tmp_path, monkeypatch):
-    monkeypatch.setattr(smalti.data.cache.wanted, "_PASS", 3)
+    monkeypatch.setattr(smalti_cache.wanted, "_PASS", 3)
     family = Encoding()
     encode(family, data_of(pets), tmp_path / "cache")
     assert sorted(set(family.texts)) == sorted({"", "a pet", *(f"image {number}" for number in range(10))})

@@ -8,11 +8,11 @@ from collections.abc import Mapping
 from concurrent.futures import Future
 from datetime import timedelta
 
-from smalti.data.cache.entries import Entry
-from smalti.data.cache.keys import Key
-from smalti.data.cache.pack import PackBuilder
-from smalti.data.cache.store import PackStore
-from smalti.data.threads import Threads
+from smalti.data import Threads
+from smalti_cache.entries import Entry
+from smalti_cache.keys import Key
+from smalti_cache.pack import PackBuilder
+from smalti_cache.store import PackStore
 
 PACK_BYTES = 128 * 2**20
 PACK_SECONDS = 60.0

@@ -15,12 +15,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from smalti.data.buckets import Bucket
-from smalti.data.cache.entries import Form, StoredPart
-from smalti.data.cache.keys import Key, Keys
-from smalti.data.cache.pack import PackIndex
-from smalti.data.prepared import PreparedData
-from smalti.data.storage.protocol import StorageError
+from smalti.data import Bucket, PreparedData, StorageError
+from smalti_cache.entries import Form, StoredPart
+from smalti_cache.keys import Key, Keys
+from smalti_cache.pack import PackIndex
 
 Reader = Callable[[str, int, int], bytes]
 

@@ -21,15 +21,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from smalti.data.cache.directory import Directory, Place
-from smalti.data.cache.entries import decode
-from smalti.data.cache.keys import Key, Keys
-from smalti.data.cache.pack import Columns, PackBuilder, PackIndex, encode_columns, read_pack
-from smalti.data.cache.reads.local_copies import LocalCopies
-from smalti.data.cache.reads.ranges import AT_ONCE, LOCAL_GAP, REMOTE_GAP, Range, ranges_of, read_all
-from smalti.data.storage.local import LocalStorage
-from smalti.data.storage.protocol import IntegrityError, Storage, StorageError, TransientStorageError
-from smalti.errors import UserError
+from smalti import UserError
+from smalti.data import IntegrityError, LocalStorage, Storage, StorageError, TransientStorageError
+from smalti_cache.directory import Directory, Place
+from smalti_cache.entries import decode
+from smalti_cache.keys import Key, Keys
+from smalti_cache.pack import Columns, PackBuilder, PackIndex, encode_columns, read_pack
+from smalti_cache.reads.local_copies import LocalCopies
+from smalti_cache.reads.ranges import AT_ONCE, LOCAL_GAP, REMOTE_GAP, Range, ranges_of, read_all
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -6,13 +6,22 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
+from typing import cast
 
-from smalti.data.cache.reads.local_copies import LocalCopies, open_local_copies
-from smalti.data.datasets.catalog import Catalog
-from smalti.data.datasets.spec import DatasetSpec
-from smalti.data.storage.local import LocalStorage
-from smalti.data.storage.protocol import Storage
-from smalti.errors import UserError
+from smalti import Config, UserError
+from smalti.config import DataOptions, RunOptions
+from smalti.data import (
+    Catalog,
+    DatasetSpec,
+    LocalStorage,
+    Storage,
+    dataset_specs,
+    latents_entry,
+    own_texts_entry,
+    texts_entry,
+)
+from smalti_cache.options import CacheOptions
+from smalti_cache.reads.local_copies import LocalCopies, open_local_copies
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,3 +75,42 @@ class CacheFolders:
     def local_copies(self) -> LocalCopies | None:
         """The copies in that folder, the same for all stores of this process."""
         return None if self.copies is None else open_local_copies(self.copies, self.copied_bytes)
+
+
+def cache_folders(config: Config, catalog: Catalog) -> CacheFolders:
+    """Returns where caches are, from the options and dataset entries; by default below the run directory."""
+    options = config[CacheOptions]
+    given = CachePlace(folder=_absolute(options.cache_dir or cast(Path, config[RunOptions].output_dir) / "cache"))
+    specs = dataset_specs(config, catalog)
+    entry = texts_entry(specs)
+    own = {spec.id: each for spec in specs if spec.has_images and (each := own_texts_entry(spec, specs)) is not None}
+    return CacheFolders(
+        texts=given if entry is None else _place(entry, entry.cache_dir, given),
+        own_texts={name: _place(each, each.cache_dir, given) for name, each in own.items()},
+        latents={spec.id: _place(latents_entry(spec, specs), spec.cache_dir_vae, given) for spec in specs if spec.has_images},
+        catalog=catalog,
+        compress=options.compress_disk_cache,
+        copies=options.cache_local_dir,
+        copied_bytes=int(options.cache_local_gb * 1e9),
+    )
+
+
+def check_places(config: Config, folders: CacheFolders) -> None:
+    """Raises StorageError if a remote storage in which the run caches latents or texts cannot be listed. Creates nothing."""
+    options = config[DataOptions]
+    places = [*(() if options.text_cache_disable else [folders.texts, *folders.own_texts.values()])]
+    places += () if options.vae_cache_disable else folders.latents.values()
+    for place in {place.id: place for place in places if place.spec is not None}.values():
+        storage, name = place.open("", folders.catalog)
+        next(iter(storage.list(name)), None)
+
+
+def _place(entry: DatasetSpec | None, folder: str | None, given: CachePlace) -> CachePlace:
+    """Returns where the cache of an entry is: `folder` is a local one, or the prefix in the storage of the entry."""
+    if entry is not None and entry.type != "local":
+        return CachePlace(spec=entry, prefix=(folder or "").strip("/"))
+    return given if folder is None else CachePlace(folder=_absolute(folder))
+
+
+def _absolute(folder: str | Path) -> Path:
+    return Path(folder).expanduser().absolute()

@@ -12,15 +12,15 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from smalti.data.cache.directory import Place
-from smalti.data.cache.entries import Form
-from smalti.data.cache.pack import PackBuilder
-from smalti.data.cache.reads.local_copies import LocalCopies, open_local_copies
-from smalti.data.cache.reads.ranges import ranges_of
-from smalti.data.cache.store import PackStore
 from smalti.data.storage.local import LocalStorage
 from smalti.data.storage.protocol import IntegrityError, MissingFileError
 from smalti.errors import UserError
+from smalti_cache.directory import Place
+from smalti_cache.entries import Form
+from smalti_cache.pack import PackBuilder
+from smalti_cache.reads.local_copies import LocalCopies, open_local_copies
+from smalti_cache.reads.ranges import ranges_of
+from smalti_cache.store import PackStore
 
 ENTRY = 4096
 """Bytes of an entry: 1,024 numbers."""

@@ -23,7 +23,7 @@ from hashlib import sha256
 from heapq import nsmallest
 from pathlib import Path
 
-from smalti.data.cache.directory import write_problem
+from smalti_cache.directory import write_problem
 
 _log = logging.getLogger(__name__)
 

@@ -14,16 +14,22 @@ from pathlib import Path
 
 import numpy as np
 
-from smalti.data.cache.directory import Place, default_folder
-from smalti.data.cache.keys import Key, Keys
-from smalti.data.cache.pack import PackIndex, read_pack
-from smalti.data.cache.places import CacheFolders, CachePlace
-from smalti.data.cache.store import USED, PackStore, Read
-from smalti.data.datasets.catalog import Catalog
-from smalti.data.storage.local import LocalStorage
-from smalti.data.storage.protocol import Deletes, MissingFileError, Storage, StorageError, TransientStorageError
-from smalti.data.threads import Threads
-from smalti.errors import UserError
+from smalti import UserError
+from smalti.data import (
+    Catalog,
+    Deletes,
+    LocalStorage,
+    MissingFileError,
+    Storage,
+    StorageError,
+    Threads,
+    TransientStorageError,
+)
+from smalti_cache.directory import Place, default_folder
+from smalti_cache.keys import Key, Keys
+from smalti_cache.pack import PackIndex, read_pack
+from smalti_cache.places import CacheFolders, CachePlace
+from smalti_cache.store import USED, PackStore, Read
 
 DESCRIPTION = "encoder.json"
 """The file of a store that says which encoder made its entries."""

@@ -18,8 +18,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from smalti.checkpoint import Chunk, encode_header
-from smalti.data.cache.entries import Entry, Form, encode, forms_to_text
-from smalti.data.cache.keys import Key, Keys
+from smalti_cache.entries import Entry, Form, encode, forms_to_text
+from smalti_cache.keys import Key, Keys
 
 COLUMNS = {"high": "U64", "low": "U64", "offset": "U64", "length": "U32", "crc": "U32", "form": "U32", "file": "U32"}
 """Of each entry: its key, the first byte in the file and the number of bytes, their CRC-32, and which form and file."""

@@ -10,20 +10,20 @@ import time
 import pytest
 import torch
 
-import smalti.data.cache.directory
+import smalti_cache.directory
 from smalti.cli.entry import main
-from smalti.data.cache.contents import cached_encodings_in, digest_of
-from smalti.data.cache.directory import default_folder
-from smalti.data.cache.earlier import EarlierParts
-from smalti.data.cache.pack import PackBuilder
-from smalti.data.cache.store import PackStore
 from smalti.data.storage.local import LocalStorage
+from smalti_cache.contents import cached_encodings_in, digest_of
+from smalti_cache.directory import default_folder
+from smalti_cache.earlier import EarlierParts
+from smalti_cache.pack import PackBuilder
+from smalti_cache.store import PackStore
 from support.cache_parts import earlier_part
 
 
 @pytest.fixture(autouse=True)
-def no_plugins(monkeypatch):
-    monkeypatch.setenv("SMALTI_WITHOUT", "all")
+def no_other_plugins(monkeypatch):
+    monkeypatch.setenv("SMALTI_PLUGINS", "cache")
 
 
 @pytest.fixture
@@ -167,7 +167,7 @@ def test_a_cache_that_runs_still_read_is_not_pruned_as_unused(caches, tmp_path, 
 
 
 def test_the_index_of_a_removed_cache_on_this_node_is_removed(caches, tmp_path, run, monkeypatch):
-    monkeypatch.setattr(smalti.data.cache.directory, "IN_MEMORY", 1)
+    monkeypatch.setattr(smalti_cache.directory, "IN_MEMORY", 1)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     indexes = default_folder()
     for folder in caches.values():

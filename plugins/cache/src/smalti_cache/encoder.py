@@ -21,27 +21,34 @@ from typing import TypeVar
 import numpy as np
 import torch
 
-from smalti.data.buckets import Bucket
-from smalti.data.cache.contents import DESCRIPTION, digest_of
-from smalti.data.cache.directory import default_folder
-from smalti.data.cache.embedding_cache import CachedLatents, CachedTexts, CropOffset
-from smalti.data.cache.keys import Key
-from smalti.data.cache.pending import Pending, ProgressLine
-from smalti.data.cache.places import CacheFolders, CachePlace
-from smalti.data.cache.store import PackStore
-from smalti.data.cache.wanted import Image, WantedImages, WantedTexts
-from smalti.data.images import Bytes, normalised
-from smalti.data.prepared import PreparedData
-from smalti.data.scan.quarantine import BadSampleError, ErrorBudget, Quarantined
-from smalti.data.storage.local import LocalStorage
-from smalti.data.storage.protocol import MissingFileError, Storage, StorageError
-from smalti.data.threads import Threads
-from smalti.errors import PreflightError, UserError
+from smalti import PreflightError, UserError, World
+from smalti.data import (
+    BadSampleError,
+    Bucket,
+    Bytes,
+    CropOffset,
+    ErrorBudget,
+    LocalStorage,
+    MissingFileError,
+    PreparedData,
+    Quarantined,
+    Storage,
+    StorageError,
+    Threads,
+    normalised,
+)
 from smalti.models import Cacheable, Encoding, KeepsRawLatents, ModelFamily, latents_to_keep
 from smalti.parallel import Communicator, run_on_all_ranks
 from smalti.rundir import Phases
 from smalti.system import preemption_as_exception
-from smalti.types import World
+from smalti_cache.contents import DESCRIPTION, digest_of
+from smalti_cache.directory import default_folder
+from smalti_cache.embedding_cache import CachedLatents, CachedTexts
+from smalti_cache.keys import Key
+from smalti_cache.pending import Pending, ProgressLine
+from smalti_cache.places import CacheFolders, CachePlace
+from smalti_cache.store import PackStore
+from smalti_cache.wanted import Image, WantedImages, WantedTexts
 
 T = TypeVar("T")
 R = TypeVar("R")

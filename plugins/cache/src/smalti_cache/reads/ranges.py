@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from smalti.data.cache.directory import Place
-from smalti.data.threads import Threads
+from smalti.data import Threads
+from smalti_cache.directory import Place
 
 R = TypeVar("R")
 

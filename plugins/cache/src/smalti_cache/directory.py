@@ -23,9 +23,9 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from smalti.data.cache.entries import Form, forms_to_text
-from smalti.data.cache.keys import Key, Keys
-from smalti.data.cache.pack import BYTES_PER_ENTRY, COLUMNS, DTYPES, Columns, PackIndex
+from smalti_cache.entries import Form, forms_to_text
+from smalti_cache.keys import Key, Keys
+from smalti_cache.pack import BYTES_PER_ENTRY, COLUMNS, DTYPES, Columns, PackIndex
 
 T = TypeVar("T")
 
