@@ -30,13 +30,13 @@ FLOORS = (
     ("training",),
     ("doctor",),
     ("planning",),
-    ("launch", "builtin", "migration"),
+    ("launch", "builtin"),
     ("cli",),
 )
 FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
 TORCH_FREE = (
     *("errors", "system", "rundir", "config", "types", "checkpoint.format", "hookspecs", "plugins", "remote"),
-    *("doctor", "planning.records", "launch", "migration", "cli"),
+    *("doctor", "planning.records", "launch", "cli"),
 )
 NEEDS_TORCH = {"smalti.launch.rank"}
 FILES_IN_A_FOLDER = 14

@@ -54,6 +54,15 @@ from .options import (
     Schema as Schema,
     unknown as unknown,
 )
+from .other_trainers import (
+    NAMES as NAMES,
+    TABLES as TABLES,
+    Kind as Kind,
+    Recognized as Recognized,
+    Trainer as Trainer,
+    recognize as recognize,
+    refuse_other_trainers as refuse_other_trainers,
+)
 from .resolution import draft as draft, resolve as resolve, restore as restore
 from .simpletuner.page import reference_keys_page as reference_keys_page
 from .simpletuner.spelling import reference_defaults as reference_defaults, reference_keys as reference_keys

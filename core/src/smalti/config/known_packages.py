@@ -202,7 +202,8 @@ PACKAGES = (
         ),
         commands=("health",),
     ),
-    Package(plugin="webui", commands=("ui",)),
+    Package(plugin="migrate", commands=("config import",)),
+    Package(plugin="webui", needs=("migrate",), commands=("ui",)),
     Package(plugin="testing", commands=("plugin", "dataset reference")),
 )
 

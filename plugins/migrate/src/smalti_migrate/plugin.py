@@ -1,0 +1,15 @@
+"""Registers the commands. What they need is imported when they are used."""
+
+from __future__ import annotations
+
+from smalti import CommandCollector, hookimpl
+
+
+class Migrate:
+    @hookimpl
+    def register_commands(self, commands: CommandCollector) -> None:
+        summary = "Convert files of another trainer to a configuration file."
+        commands.below("config").add_deferred("smalti_migrate.commands:import_", summary)
+
+
+plugin = Migrate()
