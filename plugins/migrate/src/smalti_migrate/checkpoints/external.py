@@ -1,7 +1,7 @@
 """Reads a checkpoint of another trainer in a separate process.
 
 Such files may contain pickles. Their readers load only tensors and plain values, and errors, including crashes, stay in that
-process: this one receives names, JSON and bytes. Run as `python -m smalti.checkpoint.conversion.external`, this
+process: this one receives names, JSON and bytes. Run as `python -m smalti_migrate.checkpoints.external`, this
 module is the other process.
 
 Importing this module imports no torch.
@@ -15,16 +15,16 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import asdict
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import IO, cast
 
-from smalti.checkpoint.conversion.formats import Contents, Source
-from smalti.errors import CheckpointError, UserError
+from smalti import CheckpointError, CheckpointFormat, UserError
+from smalti.checkpoint import Contents, Source, StoredTensor
 from smalti.system import Block
-from smalti.types import CheckpointFormat
 
 _BLOCK = 4 * 2**20
 _CONTENTS, _DATA, _END, _ERROR = b"contents", b"data", b"end", b"error"
@@ -42,7 +42,7 @@ class ExternalSource:
         self._process = process
         self._line = connection
         self._output = output
-        self.contents = Contents.decode(self._receive(_CONTENTS)[1])
+        self.contents = decoded(self._receive(_CONTENTS)[1])
 
     def read(self, name: str) -> Iterator[Block]:
         with suppress(OSError):  # if it has ended, receiving reports it
@@ -80,7 +80,7 @@ def opened(path: Path, kind: CheckpointFormat) -> Iterator[Source]:
         sys.executable,
         "-P",
         "-m",
-        "smalti.checkpoint.conversion.external",
+        "smalti_migrate.checkpoints.external",
         str(remote.fileno()),
         kind.factory,
         str(path),
@@ -100,7 +100,21 @@ def opened(path: Path, kind: CheckpointFormat) -> Iterator[Source]:
             process.wait()
 
 
+def decoded(data: bytes) -> Contents:
+    """The contents that the other process has encoded."""
+    body = json.loads(data)
+    body["tensors"] = {
+        name: StoredTensor(dtype=t["dtype"], shape=tuple(t["shape"]), chunks=t["chunks"]) for name, t in body["tensors"].items()
+    }
+    return Contents(**body | {key: tuple(body[key]) for key in ("plugins", "flags", "notices")})
+
+
 # --- the other process ----------------------------------------------------------------------------------------------
+
+
+def encoded(contents: Contents) -> bytes:
+    """The contents for the other process."""
+    return json.dumps(asdict(contents), allow_nan=False).encode()
 
 
 def main(descriptor: int, factory: str, path: Path) -> None:
@@ -108,7 +122,7 @@ def main(descriptor: int, factory: str, path: Path) -> None:
     connection = Connection(descriptor)
     try:
         source = cast(Callable[[Path], Source], resolve_name(factory))(path)
-        _send(connection, _CONTENTS, source.contents.encode())
+        _send(connection, _CONTENTS, encoded(source.contents))
         while name := _requested_name(connection):
             for data in source.read(name):
                 for start in range(0, len(data), _BLOCK):

@@ -1,32 +1,32 @@
 """Converting checkpoints: what comes out, what is refused, and what happens in the process that reads a foreign one."""
 
 import json
-import math
 import os
 
 import pytest
 import torch
 from click.testing import CliRunner
-from hypothesis import given, strategies as st
+from hypothesis import HealthCheck, given, settings, strategies as st
 from safetensors.torch import load_file
 
 from smalti import CheckpointFormat, hookimpl
-from smalti.checkpoint.conversion.convert import ConversionError, convert
-from smalti.checkpoint.conversion.formats import Contents, detect_format, guess_optimizer
-from smalti.checkpoint.conversion.hyperparameters import hyperparameters
+from smalti.checkpoint import Contents, ConversionError
 from smalti.checkpoint.format.manifest import SUSPECT, read_manifest
 from smalti.checkpoint.format.safetensors_layout import StoredTensor
 from smalti.checkpoint.format.verification import verify
 from smalti.checkpoint.reader import load
 from smalti.checkpoint.snapshot import Snapshot
 from smalti.checkpoint.writer import save
-from smalti.cli.checkpoint import checkpoint
+from smalti.cli.entry import smalti
 from smalti.errors import CheckpointError, ExitCode, MissingPlugin, UserError
 from smalti.hookspecs import HookSpecs
 from smalti.parallel.gloo import GlooCommunicator
-from smalti.parallel.state import PortableState, capture, regrouped, restore
-from smalti.plugins.registry import PluginInfo
+from smalti.parallel.state import PortableState
+from smalti.plugins.discovery import Selection, load_plugins
+from smalti.plugins.registry import PluginInfo, Plugins
 from smalti.types import World
+from smalti_migrate.checkpoints.convert import convert, detect_format
+from smalti_migrate.checkpoints.external import decoded, encoded
 from support.limits import files_limited_to
 
 ALONE = GlooCommunicator(world=World(), group=None)
@@ -55,6 +55,12 @@ def snapshot(fill=None):
 @pytest.fixture
 def source(tmp_path):
     return save(tmp_path / "run" / "checkpoints", snapshot(), ALONE).path
+
+
+@pytest.fixture
+def plugins() -> Plugins:
+    """Newly loaded, so that a test may add its own."""
+    return load_plugins(Selection(only=("migrate",)))
 
 
 @pytest.fixture
@@ -159,8 +165,7 @@ def test_a_folder_of_two_formats_is_taken_for_neither(tmp_path):
 READER = """
 import os
 from smalti import CheckpointError
-from smalti.checkpoint.conversion.formats import Contents
-from smalti.checkpoint.format.safetensors_layout import StoredTensor
+from smalti.checkpoint import Contents, StoredTensor
 
 
 class Reader:
@@ -230,7 +235,7 @@ def test_a_reader_that_fails_is_told_and_leaves_nothing(count, tmp_path, kind, t
 
 
 def call(*arguments):
-    return CliRunner().invoke(checkpoint, ["convert", *map(str, arguments)])
+    return CliRunner().invoke(smalti, ["checkpoint", "convert", *map(str, arguments)])
 
 
 def test_a_run_stands_for_its_newest_checkpoint_and_the_way_on_is_told(tmp_path, source):
@@ -256,43 +261,6 @@ def test_averages_are_no_choice_for_a_checkpoint_that_keeps_both(tmp_path, sourc
     assert (done.exit_code, "--ema needs --format=safetensors" in done.output) == (2, True)
 
 
-# --- what resuming makes of it --------------------------------------------------------------------------------------
-
-
-def test_another_number_of_parameter_groups_keeps_the_runs_own_settings_and_takes_the_moments(tmp_path):
-    model = torch.nn.Linear(2, 2)
-    one = torch.optim.AdamW(model.parameters(), lr=0.5)
-    model(torch.ones(1, 2)).sum().backward()
-    one.step()
-    path = save(tmp_path, Snapshot(step=1, state=capture(model, one)), ALONE).path
-    two = torch.optim.AdamW([{"params": [model.weight]}, {"params": [model.bias], "weight_decay": 0.0}], lr=0.25)
-    target = Snapshot(step=0, state=capture(model, two))
-    load(path, target, ALONE)
-    restore(model, two, target.state)
-    assert [(group["lr"], group["weight_decay"]) for group in two.param_groups] == [(0.25, 0.01), (0.25, 0.0)]
-    assert torch.equal(two.state[model.bias]["exp_avg"], one.state[model.bias]["exp_avg"])
-
-
-def test_what_was_kept_per_parameter_survives_other_groups():
-    saved = [{"lr": 1, "values": {"a": {"k": 1}}}, {"lr": 2, "values": {"b": {"k": 2}}}]
-    assert regrouped(saved, [{"lr": 3}]) == [{"lr": 3, "values": {"a": {"k": 1}, "b": {"k": 2}}}]
-
-
-@pytest.mark.parametrize(
-    ("moments", "name"),
-    [
-        ({"exp_avg", "exp_avg_sq", "step"}, "AdamW"),
-        ({"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "step"}, "AdamW"),
-        ({"momentum_buffer"}, "SGD"),
-        ({"sum", "step"}, "Adagrad"),
-        ({"row_var", "col_var", "step"}, ""),
-        (set(), ""),
-    ],
-)
-def test_moments_tell_the_optimizer_or_nothing(moments, name):
-    assert guess_optimizer(moments) == name
-
-
 names = st.text(st.characters(exclude_categories=["Cs"]), max_size=5)
 stored = st.builds(
     StoredTensor,
@@ -302,12 +270,7 @@ stored = st.builds(
 )
 
 
-def test_hyperparameters_are_json_whatever_they_were():
-    group = {"lr": torch.tensor(0.5), "eps": math.nan, "betas": (0.9, math.inf), "decay": None, "by": {1}}
-    others = {"params": [1], "name": "all", "fused": True}
-    assert hyperparameters(group | others) == {"betas": [0.9, "inf"], "by": "{1}", "decay": None, "eps": "nan", "lr": 0.5}
-
-
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     st.builds(
         Contents,
@@ -321,4 +284,4 @@ def test_hyperparameters_are_json_whatever_they_were():
     )
 )
 def test_contents_come_over_to_another_process_as_they_were(contents):
-    assert Contents.decode(contents.encode()) == contents
+    assert decoded(encoded(contents)) == contents

@@ -8,7 +8,6 @@ Importing this module imports no torch.
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -16,29 +15,38 @@ from itertools import chain
 from pathlib import Path
 from typing import Literal
 
-from smalti.checkpoint.conversion.external import opened
-from smalti.checkpoint.conversion.formats import Contents, Source, detect_format
-from smalti.checkpoint.format.digests import matches, write_with_digest
-from smalti.checkpoint.format.full_weights import write_weights
-from smalti.checkpoint.format.manifest import GROUPS, MANIFEST, STATE, FileRecord, Manifest
-from smalti.checkpoint.format.safetensors_layout import Chunk, StoredTensor, encode_header, split
-from smalti.checkpoint.format.state_file import State
-from smalti.checkpoint.format.verification import named_step, verify
-from smalti.errors import CheckpointError, ExitCode, UserError
+from smalti import CheckpointError, CheckpointFormat, UserError
+from smalti.checkpoint import (
+    GROUPS,
+    MANIFEST,
+    STATE,
+    Chunk,
+    Contents,
+    ConversionError,
+    FileRecord,
+    Manifest,
+    Source,
+    State,
+    StoredTensor,
+    check_free_space,
+    encode_header,
+    make_folder,
+    matches,
+    named_step,
+    split,
+    verify,
+    write_weights,
+    write_with_digest,
+)
+from smalti.config import package_of_checkpoint
 from smalti.system import Block, files
-from smalti.types import CheckpointFormat
+from smalti_migrate.checkpoints.external import opened
 
 Target = Literal["smalti", "safetensors"]
 Progress = Callable[[int, int], None]
 """Called with the bytes done and the total."""
 
 _LARGEST_FILE = 512 * 2**20
-
-
-class ConversionError(UserError):
-    """A conversion or export could not be written. No file of it remains."""
-
-    exit_code = ExitCode.FAILED
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,6 +106,25 @@ def convert(
     )
 
 
+def detect_format(folder: Path, formats: Sequence[CheckpointFormat]) -> CheckpointFormat:
+    """Returns the format of a checkpoint, from the files in its folder. Raises UserError for none, or more than one."""
+    found = [each for each in formats if any(path.is_file() for mark in each.marks for path in folder.glob(mark))]
+    if len(found) == 1:
+        return found[0]
+    if found:
+        names = " and ".join(each.name for each in found)
+        raise CheckpointError(
+            f"{folder} looks like a checkpoint of {names} at once", fix="move the files of one of them elsewhere"
+        )
+    if package := package_of_checkpoint(folder, [each.name for each in formats]):
+        raise package.error(f"{package.distribution} reads the checkpoint in {folder}")
+    looked_for = [f"    {each.name} ({each.title}): {' or '.join(each.marks)}" for each in formats]
+    raise CheckpointError(
+        "\n".join([f"{folder} is not a checkpoint of a known format. Expected files:", *looked_for]),
+        fix="use the folder that contains them; smalti-fsdp2 reads what torch and Accelerate save, smalti-deepspeed DeepSpeed",
+    )
+
+
 @dataclass(frozen=True, kw_only=True)
 class _Selected:
     """A tensor of the target, and its name in the source."""
@@ -136,24 +163,6 @@ def _with_progress(source: Source, tensors: Mapping[str, _Selected], progress: P
     return read
 
 
-def make_folder(target: Path, write: Callable[[Path], dict[str, FileRecord]]) -> dict[str, FileRecord]:
-    """Let `write` fill a hidden folder, and rename it to the target; removes it if that fails."""
-    target.parent.mkdir(parents=True, exist_ok=True)
-    partial = target.parent / f".partial-{target.name}-{secrets.token_hex(4)}"
-    files.make_directory(partial)
-    try:
-        records = write(partial)
-        files.fsync_directory(partial)
-        if target.exists():
-            raise UserError(f"{target} was created by another process in the meantime, and nothing is overwritten")
-        files.rename(partial, target)
-    finally:
-        if partial.exists():
-            files.remove_tree(partial)
-    files.fsync_directory(target.parent)
-    return records
-
-
 def _write_target(
     folder: Path, contents: Contents, tensors: Mapping[str, _Selected], read: Callable[[str], Iterable[Block]], to: Target
 ) -> dict[str, FileRecord]:
@@ -169,13 +178,6 @@ def _write_target(
     if problems:
         raise ConversionError(f"what was written is damaged: {'; '.join(problems[:3])}", fix="check the disk")
     return records
-
-
-def check_free_space(folder: Path, tensors: Iterable[StoredTensor]) -> None:
-    """Raises ConversionError, before anything is written, if there is not enough free space for these tensors."""
-    free, needed = files.free_bytes(folder), sum(tensor.size for tensor in tensors)
-    if free is not None and needed > free:
-        raise ConversionError(f"{needed / 2**30:.2f} GiB needed, but only {free / 2**30:.2f} GiB free", fix="free space there")
 
 
 def _write_checkpoint(
