@@ -4,10 +4,12 @@ import json
 
 import pytest
 
+from smalti import OptionGroup, Options, UserError
 from smalti.cli.entry import main
-from smalti.config import recognize
+from smalti.config import Schema, recognize
 from smalti_migrate.kohya import tables as kohya
 from smalti_migrate.onetrainer import tables as onetrainer
+from smalti_migrate.simpletuner.dialect import SimpleTuner, SimpleTunerOptions
 from smalti_migrate.simpletuner.options import ENVIRONMENT
 from smalti_testing.commands import check_commands
 
@@ -64,3 +66,13 @@ def test_all_scripts_models_and_variables_of_the_tables_are_recognized():
 
 def test_the_command_keeps_the_contract():
     check_commands("migrate")
+
+
+def test_there_is_one_spelling_beside_the_own(capsys):
+    other = OptionGroup(name="other", title="Other", options=SimpleTunerOptions, dialect=SimpleTuner())
+    with pytest.raises(UserError, match="in the spelling of SimpleTuner and SimpleTuner"):
+        Schema((OptionGroup(name="none", title="None", options=Nothing, dialect=SimpleTuner()), other))
+
+
+class Nothing(Options):
+    """No option."""

@@ -7,6 +7,7 @@ import pytest
 from smalti.cli.entry import main
 from smalti.config import TABLES, known_packages, parse_value
 from smalti.config.other_trainers import KOHYA_KEYS, recognize
+from smalti.errors import ConfigError
 from smalti.plugins.discovery import load_plugins
 from smalti.plugins.schema import schema_of
 
@@ -86,3 +87,28 @@ def test_where_the_package_that_converts_them_is_missing_it_is_named(refused, wr
 def test_no_option_of_smalti_makes_a_file_one_of_another_trainer():
     everything = schema_of(load_plugins())
     assert KOHYA_KEYS & {*everything.options, *everything.aliases} == set()
+
+
+def test_unknown_keys_of_a_json_file_say_what_reads_those_of_simpletuner(configure, write, monkeypatch):
+    monkeypatch.setattr(known_packages, "installed", lambda name: False)
+    with pytest.raises(ConfigError) as caught:
+        configure(file=write("config.json", json.dumps({"model_family": "toy", "lora_type": "standard", "vae_batch_size": 1})))
+    assert [problem.message for problem in caught.value.problems][:2] == [
+        "unknown option lora_type",
+        "unknown option vae_batch_size",
+    ]
+    assert "if this is a configuration of SimpleTuner, smalti-migrate reads it" in str(caught.value)
+    with pytest.raises(ConfigError) as caught:
+        configure(file=write("own.json", json.dumps({"model_family": "toy", "learning_rat": 1})))
+    assert len(caught.value.problems) == 1
+
+
+def test_a_run_that_was_started_with_the_defaults_of_simpletuner_names_the_package(configure, write, monkeypatch):
+    monkeypatch.setattr(known_packages, "installed", lambda name: False)
+    with pytest.raises(ConfigError, match="defaults_from belongs to smalti-migrate") as caught:
+        configure(file=write("config.toml", 'model_family = "toy"\ndefaults_from = "smalti"\n'))
+    assert caught.value.exit_code == 4
+
+
+def test_the_page_of_simpletuners_options_needs_the_package(refused):
+    assert "smalti-migrate has the options of other trainers" in refused("config", "reference", "--simpletuner", code=4)

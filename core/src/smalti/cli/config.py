@@ -22,7 +22,6 @@ from smalti.config import (
     launch_problems,
     put_into,
     read_mapping,
-    reference_keys_page,
     resolve,
     unknown,
 )
@@ -169,7 +168,7 @@ def reference(arguments: tuple[str, ...], simpletuner: bool, as_json: bool) -> N
     command_line.config()
     schema = command_line.schema
     if simpletuner:
-        click.echo(reference_keys_page(schema), nl=False)
+        click.echo(schema.dialect.page(schema), nl=False)
     elif as_json:
         click.echo(json.dumps({"options": [describe(option) for option in schema.options.values()]}, indent=2))
     elif on_terminal():

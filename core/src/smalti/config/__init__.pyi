@@ -47,6 +47,8 @@ from .known_packages import (
     package_of_topic as package_of_topic,
 )
 from .options import (
+    Dialect as Dialect,
+    Given as Given,
     Level as Level,
     Names as Names,
     Option as Option,
@@ -64,11 +66,5 @@ from .other_trainers import (
     refuse_other_trainers as refuse_other_trainers,
 )
 from .resolution import draft as draft, resolve as resolve, restore as restore
-from .simpletuner.page import reference_keys_page as reference_keys_page
-from .simpletuner.spelling import reference_defaults as reference_defaults, reference_keys as reference_keys
-from .simpletuner.translation import (
-    ReferenceOptions as ReferenceOptions,
-    translate_reference_options as translate_reference_options,
-)
 from .sources import PREFIX as PREFIX, SCHEDULER as SCHEDULER, flat as flat
 from .toml import as_toml as as_toml, put_into as put_into, set_values as set_values, toml_item as toml_item

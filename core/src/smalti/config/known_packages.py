@@ -202,7 +202,7 @@ PACKAGES = (
         ),
         commands=("health",),
     ),
-    Package(plugin="migrate", commands=("checkpoint convert", "config import")),
+    Package(plugin="migrate", options=("defaults_from",), commands=("checkpoint convert", "config import")),
     Package(plugin="webui", needs=("migrate",), commands=("ui",)),
     Package(plugin="testing", commands=("plugin", "dataset reference")),
 )

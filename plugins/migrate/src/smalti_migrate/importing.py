@@ -9,7 +9,7 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from smalti import UserError
-from smalti.config import NAMES, Recognized, Schema, Trainer, package_of_option, recognize, reference_keys
+from smalti.config import NAMES, Recognized, Schema, Trainer, package_of_option, recognize
 from smalti.data import Catalog
 from smalti_migrate.aitoolkit import options as aitoolkit
 from smalti_migrate.files import Opened, open_file
@@ -17,6 +17,7 @@ from smalti_migrate.kohya import options as kohya
 from smalti_migrate.onetrainer import options as onetrainer
 from smalti_migrate.rules import Imported, list_rest
 from smalti_migrate.simpletuner import options as simpletuner
+from smalti_migrate.simpletuner.spelling import reference_keys
 
 IMPORTERS: Mapping[Trainer, Callable[[Sequence[Opened], str | None], Imported]] = {
     "kohya": kohya.imported,

@@ -1,11 +1,16 @@
-"""Registers the commands. What they need is imported when they are used."""
+"""Registers the spelling of SimpleTuner and the commands. What these need is imported when they are used."""
 
 from __future__ import annotations
 
-from smalti import CommandCollector, hookimpl
+from smalti import CommandCollector, OptionGroup, hookimpl
+from smalti_migrate.simpletuner.dialect import GROUP
 
 
 class Migrate:
+    @hookimpl
+    def declare_options(self) -> list[OptionGroup]:
+        return [GROUP]
+
     @hookimpl
     def register_commands(self, commands: CommandCollector) -> None:
         summary = "Convert files of another trainer to a configuration file."

@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Mapping
 
-from smalti.config.options import Schema
-from smalti.config.simpletuner.flavours import FLAVOURS, OTHER_MODELS, OTHER_TASKS
-from smalti.config.simpletuner.rules import Outcome, Rule
-from smalti.config.simpletuner.run_keys import PREFIXES
-from smalti.config.simpletuner.spelling import DEFAULTS
-from smalti.config.simpletuner.table import KEYS
+from smalti.config import Schema
+from smalti_migrate.simpletuner.flavours import FLAVOURS, OTHER_MODELS, OTHER_TASKS
+from smalti_migrate.simpletuner.rules import Outcome, Rule
+from smalti_migrate.simpletuner.run_keys import PREFIXES
+from smalti_migrate.simpletuner.spelling import DEFAULTS
+from smalti_migrate.simpletuner.table import KEYS
 
 HEAD = "## All keys"
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from smalti.config.simpletuner.rules import Convert, is_empty, is_on, plain
+from smalti_migrate.simpletuner.rules import Convert, is_empty, is_on, plain
 
 _OPTIMIZER_SETTINGS = {
     "beta1": "adam_beta1",

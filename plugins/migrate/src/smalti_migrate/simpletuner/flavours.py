@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from smalti.config.simpletuner.rules import is_empty, plain
+from smalti_migrate.simpletuner.rules import is_empty, plain
 
 FLAVOURS: Mapping[str, Mapping[str, tuple[str, str]]] = {
     "auraflow": {"v0.1": ("0.1", ""), "v0.2": ("0.2", ""), "v0.3": ("0.3", "")},

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from smalti.config.simpletuner.conversions import attention, sets
-from smalti.config.simpletuner.flavours import flavour, flux_targets
-from smalti.config.simpletuner.rules import Rule, ignored, refused, renamed, same
+from smalti_migrate.simpletuner.conversions import attention, sets
+from smalti_migrate.simpletuner.flavours import flavour, flux_targets
+from smalti_migrate.simpletuner.rules import Rule, ignored, refused, renamed, same
 
 _LESS_MEMORY = "use gradient_checkpointing, base_model_precision or FSDP2 with fsdp_cpu_offload"
 _NO_LYCORIS = "set lora_type to standard, with lora_rank and lora_alpha"

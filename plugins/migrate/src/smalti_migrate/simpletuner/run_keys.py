@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from smalti.config.simpletuner.conversions import base_model, prompt_library
-from smalti.config.simpletuner.rules import Rule, ignored, refused, renamed, same
+from smalti_migrate.simpletuner.conversions import base_model, prompt_library
+from smalti_migrate.simpletuner.rules import Rule, ignored, refused, renamed, same
 
 _NOT_PUBLISHED = "the package smalti-hub publishes runs, and it is not installed"
 _EXPORT = "install smalti-hub, or set it to false and upload later what `smalti checkpoint export` writes"

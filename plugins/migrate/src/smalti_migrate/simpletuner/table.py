@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from smalti.config.simpletuner.data_keys import DATA_KEYS
-from smalti.config.simpletuner.model_keys import MODEL_KEYS
-from smalti.config.simpletuner.rules import Rule, refused
-from smalti.config.simpletuner.run_keys import PREFIXES, RUN_KEYS
-from smalti.config.simpletuner.training_keys import TRAINING_KEYS
+from smalti_migrate.simpletuner.data_keys import DATA_KEYS
+from smalti_migrate.simpletuner.model_keys import MODEL_KEYS
+from smalti_migrate.simpletuner.rules import Rule, refused
+from smalti_migrate.simpletuner.run_keys import PREFIXES, RUN_KEYS
+from smalti_migrate.simpletuner.training_keys import TRAINING_KEYS
 
 KEYS: Mapping[str, Rule] = {**MODEL_KEYS, **DATA_KEYS, **TRAINING_KEYS, **RUN_KEYS}
 

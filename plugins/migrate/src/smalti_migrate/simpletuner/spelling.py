@@ -6,10 +6,10 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
-from smalti.config.options import Given, Schema
-from smalti.config.simpletuner.flavours import BASE_MODELS, LORA_TARGETS, OTHER_MODELS
-from smalti.config.simpletuner.rules import is_empty, is_on, plain
-from smalti.config.simpletuner.translation import translate_reference_options
+from smalti.config import Given, Schema
+from smalti_migrate.simpletuner.flavours import BASE_MODELS, LORA_TARGETS, OTHER_MODELS
+from smalti_migrate.simpletuner.rules import is_empty, is_on, plain
+from smalti_migrate.simpletuner.translation import translate_reference_options
 
 ENOUGH = 2
 """Keys that only SimpleTuner has, from which on a file is SimpleTuner's. One may have been copied into another file."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from smalti.config.simpletuner.conversions import prefetch, prefetch_length
-from smalti.config.simpletuner.rules import Rule, ignored, refused, renamed, same
+from smalti_migrate.simpletuner.conversions import prefetch, prefetch_length
+from smalti_migrate.simpletuner.rules import Rule, ignored, refused, renamed, same
 
 _CACHE = "cached encodings are found by their content, so nothing has to be scanned, kept or cleared"
 _LISTING = "folders are listed at every start, and only what has changed is read again"

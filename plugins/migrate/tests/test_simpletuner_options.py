@@ -5,16 +5,18 @@ import json
 import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
 
-from smalti.config import DataOptions, ObjectiveOptions, RunOptions, Schema, translate_reference_options
+from smalti.config import DataOptions, ObjectiveOptions, RunOptions, Schema
 from smalti.config.core_options import GROUPS
 from smalti.config.known_packages import PLUGINS
-from smalti.config.simpletuner.rules import is_neutral
-from smalti.config.simpletuner.spelling import DEFAULTS
-from smalti.config.simpletuner.table import KEYS, PREFIXES
+from smalti.config.resolution import resolve
 from smalti.config.toml import as_toml
 from smalti.errors import ConfigError
-from smalti.plugins.discovery import load_plugins
+from smalti.plugins.discovery import Selection, load_plugins
 from smalti.plugins.schema import schema_of
+from smalti_migrate.simpletuner.rules import is_neutral
+from smalti_migrate.simpletuner.spelling import DEFAULTS
+from smalti_migrate.simpletuner.table import KEYS, PREFIXES
+from smalti_migrate.simpletuner.translation import translate_reference_options
 
 CORE = Schema(GROUPS)
 NOTHING = Schema(())
@@ -25,6 +27,18 @@ def problems(configure, *flags, **sources) -> str:
     with pytest.raises(ConfigError) as raised:
         configure(*flags, **sources)
     return str(raised.value)
+
+
+@pytest.fixture(scope="module")
+def schema() -> Schema:
+    """The options of the core, of this package, of the toy family and of trackers."""
+    return schema_of(load_plugins(Selection(only=("toy", "trackers", "migrate"))))
+
+
+@pytest.fixture
+def configure(schema):
+    """configure("--flag=1", file=PATH, environment={...}) -> Config, as if nothing else were set."""
+    return lambda *flags, file=None, environment=None: resolve(schema, flags, file=file, environment=environment or {})
 
 
 @pytest.fixture
@@ -92,6 +106,11 @@ def test_keys_without_an_effect_are_one_notice_for_each_reason(from_file):
         "tracker_run_name",
     ]
     assert "no effect: chosen automatically" in notices[0]
+
+
+def test_a_flag_of_simpletuner_that_asks_for_what_is_done_anyway_is_accepted_with_a_notice(configure):
+    [notice] = configure("--preserve_data_backend_cache").notices
+    assert notice.startswith("--preserve_data_backend_cache in command line: no effect: folders are listed at every start")
 
 
 def test_all_that_is_refused_is_reported_at_once_with_what_to_do(from_file, write):

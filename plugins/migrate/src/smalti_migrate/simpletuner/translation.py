@@ -6,10 +6,10 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from smalti.config.options import Option, Schema, Translation
-from smalti.config.simpletuner.rules import Rule, is_empty, is_neutral
-from smalti.config.simpletuner.table import rule_of
-from smalti.errors import Problem
+from smalti import Problem, Translation
+from smalti.config import Option, Schema
+from smalti_migrate.simpletuner.rules import Rule, is_empty, is_neutral
+from smalti_migrate.simpletuner.table import rule_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,7 +25,6 @@ class ReferenceOptions(Translation):
         markers: the keys that SimpleTuner has and smalti has not.
     """
 
-    rest: Mapping[str, object] = field(default_factory=dict)
     markers: tuple[str, ...] = ()
 
 

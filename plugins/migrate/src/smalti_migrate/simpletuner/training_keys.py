@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from smalti.config.simpletuner.conversions import (
+from smalti_migrate.simpletuner.conversions import (
     ema_decay,
     end_ratio,
     optimizer_settings,
@@ -13,7 +13,7 @@ from smalti.config.simpletuner.conversions import (
     sets,
     without_interval,
 )
-from smalti.config.simpletuner.rules import Rule, ignored, refused, renamed, same
+from smalti_migrate.simpletuner.rules import Rule, ignored, refused, renamed, same
 
 _TEXT_ENCODERS = "text encoders are not trained"
 _BIAS = "no timesteps are preferred"
