@@ -83,11 +83,11 @@ def file_layer(
             problems.append(Problem(message=f"{key} is a secret", where=file, fix=fix, option=option.name))
         elif not _not_given(option, raw):
             _put(layer, option, Given(value=raw, spelling=key, place=f"{key} in {file}"), problems)
-    problems += _foreign(unknown_keys, schema, file)
+    problems += _of_another_trainer(unknown_keys, schema, file)
     return layer
 
 
-def _foreign(unknown_keys: Sequence[Problem], schema: Schema, file: str) -> Iterator[Problem]:
+def _of_another_trainer(unknown_keys: Sequence[Problem], schema: Schema, file: str) -> Iterator[Problem]:
     """Which package reads a file whose keys may be those of SimpleTuner, if it is not active."""
     package = package_of_command("config import")
     several = sum(not problem.package for problem in unknown_keys) >= _SEVERAL
