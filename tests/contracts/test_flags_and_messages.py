@@ -180,7 +180,7 @@ RUNS = {
         0,
         [],
     ),
-    "caches": ({}, ("--vae_cache_disable", "--preserve_data_backend_cache", "--compress_disk_cache"), 0, []),
+    "caches": ({}, ("--vae_cache_disable", "--compress_disk_cache"), 0, []),
     "datasets": ({"d.json": DATASETS}, DATA, 0, []),
     "parquet": ({**UNREAD, "d.json": FROM_PARQUET, "table.parquet": ROWS}, DATA, 0, []),
     "lines": ({**UNREAD, "d.json": FROM_LINES, "table.jsonl": LINES}, DATA, 0, []),
@@ -232,6 +232,12 @@ ACCELERATE = {
     "fsdp_config.fsdp_activation_checkpointing": True,
 }
 """Keys of an Accelerate YAML, each the option of its last name."""
+
+
+@pytest.fixture(autouse=True, params=["", "migrate"], ids=["all packages", "without smalti-migrate"])
+def absent(request, monkeypatch) -> None:
+    """Every row holds with and without the package that reads other trainers' files."""
+    monkeypatch.setenv("SMALTI_WITHOUT", request.param)
 
 
 @pytest.fixture(scope="module")

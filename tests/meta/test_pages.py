@@ -9,16 +9,16 @@ from pathlib import Path
 
 import pytest
 
-from smalti.config import reference_keys_page
 from smalti.config.resolution import resolve
 from smalti.data import DataDefaults, catalog_of, parse_datasets
 from smalti.data.datasets.spec import ENTRY_KEYS
 from smalti.errors import ConfigError
 from smalti.hookspecs import HookSpecs
-from smalti.migration.tables import tables_page
 from smalti.plugins.discovery import Selection, load_plugins
 from smalti.plugins.schema import schema_of
 from smalti.types import CommandCollector
+from smalti_migrate.simpletuner.page import reference_keys_page
+from smalti_migrate.tables import tables_page
 from smalti_testing.dataset_keys import SECTIONS, dataset_reference
 
 _LINK = re.compile(r"\]\((?!https?:)([^)\s]*)\)")

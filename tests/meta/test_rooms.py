@@ -28,13 +28,13 @@ FLOORS = (
     ("data",),
     ("remote",),
     ("training",),
-    ("launch", "builtin", "migration"),
+    ("launch", "builtin"),
     ("cli",),
 )
 FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
 TORCH_FREE = (
     *("errors", "system", "rundir", "config", "types", "checkpoint.format", "hookspecs", "plugins", "remote"),
-    *("launch", "migration", "cli"),
+    *("launch", "cli"),
 )
 NEEDS_TORCH = {"smalti.launch.rank"}
 FILES_IN_A_FOLDER = 14

@@ -11,12 +11,12 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
 from smalti import CheckpointError, World
-from smalti.checkpoint.conversion.convert import convert
 from smalti.checkpoint.format.verification import verify
 from smalti.parallel.gloo import GlooCommunicator
 from smalti_deepspeed.conversion import open_deepspeed
 from smalti_deepspeed.formats import FORMATS
 from smalti_deepspeed.startup import start_deepspeed, stop_deepspeed
+from smalti_migrate.checkpoints.convert import convert
 from smalti_testing import TinyFamily
 from smalti_testing.strategy_subject import whole_state
 from support.forked_ranks import forked_processes

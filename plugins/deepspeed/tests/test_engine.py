@@ -7,11 +7,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from smalti.checkpoint.conversion.convert import convert
 from smalti.parallel.state import capture
 from smalti.training.optim.ema import Ema
 from smalti.training.optim.optimizers import decouple_decay, matrices, parameter_groups
 from smalti_deepspeed.formats import FORMATS
+from smalti_migrate.checkpoints.convert import convert
 from smalti_testing import RankFailed, TinyFamily
 from smalti_testing.strategies import run_check
 from smalti_testing.strategy_subject import Reference, open_family, open_strategy, whole_state

@@ -11,12 +11,12 @@ import torch
 from published import PUBLISHED
 from torch import nn
 
-from smalti.migration.commented_toml import as_toml
-from smalti.migration.importing import import_files
 from smalti.plugins.discovery import load_plugins
 from smalti.plugins.schema import schema_of
 from smalti_diffusers.lora.adapter import Lora, adapted_layers, adapter_shapes, attach
 from smalti_diffusers.lora.formats import original_layers
+from smalti_migrate.commented_toml import as_toml
+from smalti_migrate.importing import import_files
 
 RANK = 16
 KOHYA = {

@@ -23,7 +23,6 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
 from smalti import CheckpointError
-from smalti.checkpoint.conversion.convert import convert
 from smalti.checkpoint.format.safetensors_reader import TensorFiles
 from smalti.checkpoint.format.state_file import read_state
 from smalti.checkpoint.format.verification import verify
@@ -37,6 +36,7 @@ from smalti.training.optim.optimizers import matrices, parameter_groups
 from smalti.types import World
 from smalti_fsdp2.conversion import open_accelerate, open_dcp
 from smalti_fsdp2.dcp_metadata import read_metadata
+from smalti_migrate.checkpoints.convert import convert
 from smalti_toy.family import ToyShape, ToyTransformer
 from support.forked_ranks import forked_processes
 

@@ -6,7 +6,7 @@ import pytest
 from click.testing import CliRunner
 
 from smalti.checkpoint import Chunk, encode_header, read_manifest, verify
-from smalti.cli.checkpoint import checkpoint
+from smalti.cli.entry import smalti
 from smalti.errors import CheckpointError, MissingPlugin, UserError
 from smalti.plugins import Selection, load_plugins
 from smalti.remote import download_to_resume, downloaded, find_to_resume, open_run, open_url
@@ -54,7 +54,7 @@ def replace(url: str, key: str, content: bytes) -> None:
 
 
 def call(*arguments: object) -> tuple[int, str]:
-    done = CliRunner().invoke(checkpoint, [str(argument) for argument in arguments])
+    done = CliRunner().invoke(smalti, ["checkpoint", *map(str, arguments)])
     assert done.exception is None or isinstance(done.exception, SystemExit), done.exception
     return done.exit_code, done.output
 
@@ -111,7 +111,7 @@ def test_convert_downloads_only_the_weights_and_leaves_only_the_target(run, url,
 
 def test_a_damaged_file_is_never_converted(run, url, tmp_path):
     replace(url, "checkpoints/step-00000006/model/a.safetensors", OTHER)
-    done = CliRunner().invoke(checkpoint, ["convert", url, f"--to={tmp_path / 'weights'}", "--format=safetensors"])
+    done = CliRunner().invoke(smalti, ["checkpoint", "convert", url, f"--to={tmp_path / 'weights'}", "--format=safetensors"])
     assert isinstance(done.exception, CheckpointError)
     assert "model/a.safetensors does not match its digest" in done.exception.message
     assert [path.name for path in tmp_path.iterdir()] == ["run"]

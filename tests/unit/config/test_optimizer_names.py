@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from smalti.config.optimizer_names import ALIASES, REFUSED, SETTINGS, normalised, own_name
+from smalti.config.core_options.optimizer_names import ALIASES, REFUSED, SETTINGS, normalised, own_name
 from smalti.config.resolution import draft, resolve
 from smalti.hookspecs import HookSpecs
 from smalti.plugins.discovery import Selection, load_plugins

@@ -96,7 +96,7 @@ class Core:
 
     @hookimpl
     def register_checkpoint_formats(self) -> list[CheckpointFormat]:
-        factory = "smalti.checkpoint.conversion.formats:OwnCheckpoint"
+        factory = "smalti.checkpoint:OwnCheckpoint"
         return [CheckpointFormat(name="smalti", title="smalti's own", marks=("manifest.json",), factory=factory)]
 
     @hookimpl

@@ -1,11 +1,4 @@
 from .async_saver import Saver as Saver
-from .conversion.convert import (
-    ConversionError as ConversionError,
-    Target as Target,
-    check_free_space as check_free_space,
-    convert as convert,
-    make_folder as make_folder,
-)
 from .conversion.export_folder import (
     ExportFolder as ExportFolder,
     Precision as Precision,
@@ -20,9 +13,15 @@ from .conversion.formats import (
     guess_optimizer as guess_optimizer,
 )
 from .conversion.hyperparameters import hyperparameters as hyperparameters
+from .conversion.new_folder import (
+    ConversionError as ConversionError,
+    check_free_space as check_free_space,
+    make_folder as make_folder,
+)
 from .dtypes import DTYPES as DTYPES, NAMES as NAMES
 from .format.content_validation import find_inconsistencies as find_inconsistencies
-from .format.digests import new_digest as new_digest
+from .format.digests import matches as matches, new_digest as new_digest, write_with_digest as write_with_digest
+from .format.full_weights import write_weights as write_weights
 from .format.manifest import (
     GROUPS as GROUPS,
     MANIFEST as MANIFEST,
@@ -42,6 +41,7 @@ from .format.safetensors_layout import (
     decode_layout as decode_layout,
     encode_header as encode_header,
     read_layout as read_layout,
+    split as split,
     stored_tensors as stored_tensors,
 )
 from .format.state_file import State as State, decode_state as decode_state, read_state as read_state
@@ -54,6 +54,7 @@ from .format.store import (
 from .format.verification import (
     Verification as Verification,
     is_ignored as is_ignored,
+    named_step as named_step,
     quick_check as quick_check,
     verify as verify,
 )

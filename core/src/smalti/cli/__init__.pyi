@@ -4,6 +4,7 @@ from .output import (
     counted as counted,
     format_bytes as format_bytes,
     print_table as print_table,
+    progress_bar as progress_bar,
     write_file as write_file,
     write_output as write_output,
 )
@@ -12,3 +13,4 @@ from .pages.help import (
     Group as Group,
     Root as Root,
 )
+from .places.checkpoints import Place as Place, PlaceType as PlaceType, opened_checkpoint as opened_checkpoint

@@ -10,9 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from smalti.cli.pages.help import dashed
-from smalti.config import SCHEDULER, Config, DataOptions, LaunchOptions, Schema, draft, resolve
+from smalti.config import SCHEDULER, Config, DataOptions, LaunchOptions, Schema, draft, refuse_other_trainers, resolve
 from smalti.errors import InvalidOptionError, UserError
-from smalti.migration import refuse_other_trainers
 from smalti.plugins import Plugins, load_plugins, schema_of, selection_of
 
 

@@ -1,4 +1,4 @@
-"""`smalti checkpoint`: list, inspect, verify, convert and export checkpoints. No command changes a checkpoint.
+"""`smalti checkpoint`: list, inspect, verify and export checkpoints. No command changes a checkpoint.
 
 Importing this module imports no torch; only `export` needs it. `verify` exits with 1 if anything is damaged. All commands exit
 with 2 if there is no checkpoint.
@@ -8,22 +8,20 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from textwrap import indent
-from typing import TYPE_CHECKING, get_args
+from typing import TYPE_CHECKING
 
 import click
 
-from smalti.checkpoint import CheckpointStore, Manifest, StoredTensor, Target, convert
-from smalti.cli.output import counted, format_bytes, print_table
+from smalti.checkpoint import Manifest, StoredTensor
+from smalti.cli.output import counted, format_bytes, print_table, progress_bar
 from smalti.cli.pages.help import Group
-from smalti.cli.places.checkpoints import Listed, Place, PlaceType, RemotePlace, newest
-from smalti.errors import CheckpointError, UserError
-from smalti.hookspecs import HookSpecs
+from smalti.cli.places.checkpoints import Listed, Place, PlaceType, RemotePlace, check_new
+from smalti.errors import CheckpointError
 from smalti.plugins import load_plugins, selection_of
 from smalti.system import parse_bytes
 
@@ -62,7 +60,7 @@ _as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
     ),
 )
 def checkpoint() -> None:
-    """List, inspect, verify, convert and export checkpoints."""
+    """List, inspect, verify and export checkpoints."""
 
 
 @checkpoint.command("ls", examples=("smalti checkpoint ls runs/first",))
@@ -154,49 +152,6 @@ def verify_checkpoints(context: click.Context, path: Place, as_json: bool) -> No
 
 
 @checkpoint.command(
-    "convert",
-    examples=(
-        "smalti checkpoint convert deepspeed-run/global_step500 --to=converted",
-        "smalti checkpoint convert runs/first --to=weights --format=safetensors --ema",
-    ),
-)
-@click.argument("source", type=_PLACE)
-@click.option("--to", "target", required=True, metavar="FOLDER", type=_NEW, help="Folder to create. It must not exist yet.")
-@click.option(
-    "--format",
-    "kind",
-    type=click.Choice(get_args(Target)),
-    default="smalti",
-    show_default=True,
-    help="smalti: a checkpoint to resume from. safetensors: only the weights, for diffusers and transformers.",
-)
-@click.option("--ema", is_flag=True, help="Take the EMA weights. Only with --format=safetensors.")
-@_as_json
-def convert_checkpoint(source: Place, target: Path, kind: Target, ema: bool, as_json: bool) -> None:
-    """Convert a checkpoint to smalti's format or to safetensors.
-
-    SOURCE is a checkpoint in any format that an installed plugin reads (see `smalti plugins`), or a run directory (its newest
-    checkpoint). It is not changed. Pickles are read in a separate process that cannot run code from them. From a URL, the files
-    that are needed are downloaded beside FOLDER, verified, and removed at the end.
-    """
-    if ema and kind != "safetensors":
-        raise click.UsageError("--ema needs --format=safetensors: a checkpoint keeps both weights")
-    formats = load_plugins(selection_of((), None, os.environ), strict=False).gather(HookSpecs.register_checkpoint_formats)
-    groups = None if kind == "smalti" else ("ema",) if ema else ("model",)
-    with _opened(source, target, groups) as path, _progress(f"converting {source.name}") as progress:
-        done = convert(path, target, formats, to=kind, use_ema=ema, progress=progress)
-    if as_json:
-        _print_json(vars(done) | {"path": str(done.path)})
-        return
-    size = f"{counted(done.tensors, 'tensor')}, {format_bytes(done.size)} in {counted(len(done.files), 'file')}"
-    click.echo(f"{done.path}: step {done.step} from {done.source_format}, {size}, verified")
-    for notice in done.notices:
-        click.echo(f"note: {notice}")
-    if kind == "smalti":
-        click.echo(f"resume from it with: smalti train ... --resume_from_checkpoint={done.path}")
-
-
-@checkpoint.command(
     "export",
     examples=(
         "smalti checkpoint export runs/first --to=model",
@@ -281,7 +236,7 @@ def export_checkpoint(
     plugins = load_plugins(selection_of((), None, os.environ), strict=False)
     remote = isinstance(path, RemotePlace)
     groups = ("model",) if averaged is False else ("model", "ema")
-    with _exported(path, target, groups, step) as source, _progress(f"exporting {path.name}") as progress:
+    with _exported(path, target, groups, step) as source, progress_bar(f"exporting {path.name}") as progress:
         done = export(
             source,
             target,
@@ -306,48 +261,18 @@ def export_checkpoint(
         click.echo(f"\n{usage.tool}:\n{indent(usage.text, '    ')}")
 
 
-@contextmanager
-def _progress(label: str) -> Iterator[Callable[[int, int], None]]:
-    """A progress bar on a terminal. Yields the function to call with the bytes done and the total."""
-    with click.progressbar(length=1, label=label, file=sys.stderr, hidden=not sys.stderr.isatty()) as bar:
-
-        def progress(done: int, total: int) -> None:
-            bar.length = total
-            bar.update(done - bar.pos)
-
-        yield progress
-
-
 # --- finding --------------------------------------------------------------------------------------------------------
-
-
-@contextmanager
-def _opened(place: Place, target: Path, groups: Collection[str] | None) -> Iterator[Path]:
-    """The checkpoint at a place; for a run directory, its newest one. In a folder it may be one of another trainer."""
-    if isinstance(place, RemotePlace):
-        _check_new(target)
-        with place.downloaded(target, groups) as path:
-            yield path
-    else:
-        has_own = any(CheckpointStore(root).all() for root in (place.path / "checkpoints", place.path))
-        yield newest(place.path) if has_own else place.path
 
 
 @contextmanager
 def _exported(place: Place, target: Path, groups: Collection[str], step: int | None) -> Iterator[Path]:
     """The run or checkpoint to export."""
     if isinstance(place, RemotePlace):
-        _check_new(target)
+        check_new(target)
         with place.downloaded(target, groups, step=step) as path:
             yield path
     else:
         yield place.path
-
-
-def _check_new(target: Path) -> None:
-    """Raises UserError before a download if its result could not be written."""
-    if target.exists() or target.is_symlink():
-        raise UserError(f"{target} already exists, and nothing is overwritten", fix="choose a new folder")
 
 
 # --- showing --------------------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ class Commands:
         add("smalti.cli.run:run", "List, watch and control runs.", section="Training")
         add(
             "smalti.cli.checkpoint:checkpoint",
-            "List, inspect, verify, convert and export checkpoints.",
+            "List, inspect, verify and export checkpoints.",
             section="Training",
         )
         add("smalti.cli.dataset:dataset", "Scan datasets and check them against the batch size.", section="Data")

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import click
 
-from smalti import migration
 from smalti.cli.arguments import CommandLine
 from smalti.cli.output import write_file, write_output
 from smalti.cli.pages.help import Formatter, Group, on_terminal, show_page, write_options
@@ -23,14 +22,11 @@ from smalti.config import (
     launch_problems,
     put_into,
     read_mapping,
-    reference_keys_page,
     resolve,
     unknown,
 )
-from smalti.data import catalog_of
 from smalti.errors import ConfigError, UserError
 from smalti.launch import expected_kind, merged_yaml, yaml_text
-from smalti.migration import import_files
 from smalti.plugins import BUILT_IN, check as check_plugins, choose_distributed
 from smalti.system import importing
 
@@ -172,7 +168,7 @@ def reference(arguments: tuple[str, ...], simpletuner: bool, as_json: bool) -> N
     command_line.config()
     schema = command_line.schema
     if simpletuner:
-        click.echo(reference_keys_page(schema), nl=False)
+        click.echo(schema.dialect.page(schema), nl=False)
     elif as_json:
         click.echo(json.dumps({"options": [describe(option) for option in schema.options.values()]}, indent=2))
     elif on_terminal():
@@ -233,44 +229,6 @@ def _unsupported_keys(content: Mapping[str, object], resolved: Config, file: Pat
     default = accelerate_yaml.default_file(os.environ)
     if default is not None and default.exists() and default.samefile(file):
         yield f'{file} is Accelerate\'s default file and overrides this one; accelerate_config = "none" ignores it'
-
-
-@config.command(
-    "import",
-    examples=(
-        "smalti config import train.toml dataset.toml",
-        "smalti config import train.sh --model_family=sdxl --to=config.toml",
-    ),
-)
-@click.argument("files", metavar="FILE...", nargs=-1, type=click.Path(path_type=Path))
-@_to(".toml")
-@click.option("--model_family", metavar="NAME", help="Model family, if the files do not say it.")
-@click.option("--tables", is_flag=True, help="Print what is done with each key of each trainer, as Markdown.")
-@_FORCE
-@_JSON
-def import_(
-    files: tuple[Path, ...], given: str | None, model_family: str | None, tables: bool, force: bool, as_json: bool
-) -> None:
-    """Convert files of another trainer to a configuration file.
-
-    FILE is a file of kohya's sd-scripts (options, datasets or a launch script), ai-toolkit, OneTrainer or SimpleTuner. Each
-    line names the key that it comes from. What cannot be converted is listed at the end, with the reason.
-    """
-    if tables:
-        click.echo(migration.tables_page(), nl=False)
-        return
-    target = _target(given, ".toml")
-    if not files:
-        raise UserError("no file given", fix="smalti config import FILE...")
-    command_line = CommandLine.parse([])
-    schema, catalog = command_line.schema, catalog_of(command_line.plugins)
-    imported = import_files(files, schema, family=model_family, catalog=catalog)
-    if as_json:
-        click.echo(json.dumps(migration.as_json(imported), indent=2, default=str))
-        return
-    write_output(migration.as_toml(imported, schema), target, replace=force)
-    if target is not None and imported.left:
-        click.echo(f"smalti: {len(imported.left)} things were not converted: see the end of {target}", err=True)
 
 
 @config.command(

@@ -1,9 +1,10 @@
-"""Output of commands: tables, formatted sizes, and files."""
+"""Output of commands: tables, formatted sizes, progress, and files."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from shutil import get_terminal_size
 from textwrap import wrap
@@ -70,3 +71,15 @@ def write_file(target: Path, text: str) -> None:
             f"cannot write {target}: {error.strerror}", fix="check that the folder exists and is writable"
         ) from None
     click.echo(f"smalti: wrote {target}", err=True)
+
+
+@contextmanager
+def progress_bar(label: str) -> Iterator[Callable[[int, int], None]]:
+    """A progress bar on a terminal. Yields the function to call with the bytes done and the total."""
+    with click.progressbar(length=1, label=label, file=sys.stderr, hidden=not sys.stderr.isatty()) as bar:
+
+        def progress(done: int, total: int) -> None:
+            bar.length = total
+            bar.update(done - bar.pos)
+
+        yield progress

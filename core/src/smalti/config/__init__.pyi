@@ -49,6 +49,7 @@ from .known_packages import (
     variable_of_nodes as variable_of_nodes,
 )
 from .options import (
+    Dialect as Dialect,
     Given as Given,
     Level as Level,
     Names as Names,
@@ -57,12 +58,15 @@ from .options import (
     Schema as Schema,
     unknown as unknown,
 )
-from .resolution import draft as draft, resolve as resolve, restore as restore
-from .simpletuner.page import reference_keys_page as reference_keys_page
-from .simpletuner.spelling import reference_defaults as reference_defaults, reference_keys as reference_keys
-from .simpletuner.translation import (
-    ReferenceOptions as ReferenceOptions,
-    translate_reference_options as translate_reference_options,
+from .other_trainers import (
+    NAMES as NAMES,
+    TABLES as TABLES,
+    Kind as Kind,
+    Recognized as Recognized,
+    Trainer as Trainer,
+    recognize as recognize,
+    refuse_other_trainers as refuse_other_trainers,
 )
+from .resolution import draft as draft, resolve as resolve, restore as restore
 from .sources import PREFIX as PREFIX, SCHEDULER as SCHEDULER, flat as flat
 from .toml import as_toml as as_toml, put_into as put_into, set_values as set_values, toml_item as toml_item

@@ -11,7 +11,7 @@ from typing import TypeVar, cast
 
 from pydantic import ValidationError
 
-from smalti.config.kept_defaults import KEPT, REFERENCE, Kept
+from smalti.config.kept_defaults import Kept
 from smalti.config.options import Options, Schema, invalidated
 from smalti.config.references import References
 from smalti.config.sources import variable
@@ -104,7 +104,7 @@ class Config:
 
     def is_default(self, name: str) -> bool:
         """Whether a value is a default: of this version, of the run, or of the trainer whose file it is."""
-        return self.source(name).startswith(("default", KEPT, REFERENCE))
+        return self.source(name).startswith(("default", self.kept.label))
 
     def applies(self, name: str) -> bool:
         """Whether the option has an effect: its condition, if it has one, holds."""

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from pydantic import BeforeValidator
 
 from smalti.config.options import Given, Option, Schema, unknown
-from smalti.config.simpletuner.translation import translate_reference_options
 from smalti.config.sources import put_translated
 from smalti.errors import Problem
 
@@ -63,8 +62,8 @@ def _translated(
     problems: list[Problem],
     notices: list[str] | None,
 ) -> dict[str, Given]:
-    """The flags that are options here, with those of SimpleTuner among the others. What is left is unknown."""
-    translated = translate_reference_options(others | {each.spelling: each.value for each in found.values()}, schema)
+    """The flags that are options here, with those of another trainer among the others. What is left is unknown."""
+    translated = schema.dialect.translate(others | {each.spelling: each.value for each in found.values()}, schema)
     for name in [name for name, (key, _) in translated.values.items() if name in found and found[name].spelling == key]:
         found.pop(name)
     put_translated(found, translated, schema, _WHERE, problems, notices)

@@ -15,8 +15,6 @@ from smalti.rundir import RunDirectory
 
 KEPT = "default when the run began"
 """Prefix of the source of a value that is the default of the version that started the run."""
-REFERENCE = "SimpleTuner's default"
-"""Prefix of the source of a value that is the default of the trainer whose file it is."""
 TABLE = "defaults"
 """The table of a configuration file, and the entry of launch.json."""
 _FIRST_DEFAULTS: Mapping[str, object] = {"mixed_precision": "bf16", "timestep_distribution": "uniform", "crop": False}

@@ -242,7 +242,8 @@ PACKAGES = (
         ),
         commands=("health",),
     ),
-    Package(plugin="webui", commands=("ui",)),
+    Package(plugin="migrate", options=("defaults_from",), commands=("checkpoint convert", "config import")),
+    Package(plugin="webui", needs=("migrate",), commands=("ui",)),
     Package(plugin="testing", commands=("plugin", "dataset reference")),
 )
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, cast, get_args
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator
 from pydantic.fields import FieldInfo
 
-from smalti.config.known_packages import package_of_option
+from smalti.config.known_packages import package_of_command, package_of_option
 from smalti.errors import InvalidOptionError, Problem, UserError
 
 LARGEST = 2**63 - 1
@@ -157,12 +157,52 @@ class Translation:
 
     `values` has (key, value) by the name of an option. It overrides the keys that options name with `accelerate=`; the value
     None means that the file does not set the option. `notices` have (key, text), such as "has no effect: ...". Keys, also in
-    `Problem.where`, are dotted keys of the file.
+    `Problem.where`, are dotted keys of the file. `rest` has what a `Dialect` leaves as it was given.
     """
 
     values: Mapping[str, tuple[str, object]] = field(default_factory=dict)
     notices: Sequence[tuple[str, str]] = ()
     problems: Sequence[Problem] = ()
+    rest: Mapping[str, object] = field(default_factory=dict)
+
+
+class Dialect:
+    """How another trainer spells options: names and values, and the defaults of its files. This class changes nothing.
+
+    `trainer` names the trainer in messages, and `otherwise` says there how not to use its defaults.
+    """
+
+    trainer = ""
+    otherwise = ""
+
+    def translate(self, given: Mapping[str, object], schema: Schema) -> Translation:
+        """What the values of one file or one command line mean here, by their keys, which may begin with "--".
+
+        The value None stands for an option that has no value, whatever weaker sources say. `rest` of the result has what means
+        the same here, and what is not known.
+        """
+        return Translation(rest=given)
+
+    def claim(self, layers: Mapping[str, Mapping[str, Given]], content: Mapping[str, object], schema: Schema, file: str) -> str:
+        """Why a file is one of that trainer, as the place of its defaults in messages; empty if it is not.
+
+        `layers` are the values of all sources, and `content` is what the file holds.
+        """
+        return ""
+
+    def in_file(self, layer: Mapping[str, Given], notices: list[str]) -> Mapping[str, Given]:
+        """The values of such a file, where options with the same name have another meaning there."""
+        return layer
+
+    def defaults(self, chosen: dict[str, tuple[str, Given]], schema: Schema) -> Mapping[str, object]:
+        """That trainer's defaults by option, where they differ from those here. `chosen` has the values with their layers."""
+        return {}
+
+    def page(self, schema: Schema) -> str:
+        """What becomes of each option of that trainer, as Markdown."""
+        package = package_of_command("config import")
+        assert package is not None
+        raise package.error(f"{package.distribution} has the options of other trainers")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,6 +218,8 @@ class OptionGroup:
 
     `urls` has functions by the name of an option that holds a path, of this or another group. If a URL is given there, the
     function takes it, and returns the values of this and of other options that stand for it.
+
+    `dialect` reads options of all groups in the spelling of another trainer. There is at most one.
     """
 
     name: str
@@ -187,6 +229,7 @@ class OptionGroup:
     derived: Callable[[Mapping[str, object]], Translation] | None = None
     scheduler: Callable[[Mapping[str, str], dict[str, Mapping[str, Given]], list[str]], Mapping[str, Given]] | None = None
     urls: Mapping[str, Callable[[str], Translation]] = field(default_factory=dict, hash=False)
+    dialect: Dialect | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -346,6 +389,7 @@ class Schema:
     groups: tuple[OptionGroup, ...]
     options: Mapping[str, Option] = field(init=False)
     aliases: Mapping[str, str] = field(init=False)
+    dialect: Dialect = field(init=False)
 
     def __post_init__(self) -> None:
         options: dict[str, Option] = {}
@@ -362,6 +406,11 @@ class Schema:
                 aliases |= dict.fromkeys(each.aliases, each.name)
         object.__setattr__(self, "options", options)
         object.__setattr__(self, "aliases", aliases)
+        dialects = [group.dialect for group in self.groups if group.dialect is not None]
+        if len(dialects) > 1:
+            names = " and ".join(each.trainer for each in dialects)
+            raise UserError(f"options are read in the spelling of {names}", fix="disable one of the plugins with --without")
+        object.__setattr__(self, "dialect", dialects[0] if dialects else Dialect())
 
     def find(self, spelling: str) -> Option | None:
         """The option of a flag or key in any accepted spelling: dashes, case, leading "--", aliases."""

@@ -20,11 +20,10 @@ from smalti.config import accelerate_yaml
 from smalti.config.config import PER_MACHINE, Config, without_values
 from smalti.config.files import read_mapping
 from smalti.config.flags import parse_flags
-from smalti.config.kept_defaults import REFERENCE, Kept, kept_defaults
+from smalti.config.kept_defaults import Kept, kept_defaults
 from smalti.config.known_packages import package_of_accelerate, strategies
 from smalti.config.options import Given, Option, OptionGroup, Options, Schema, invalidated, unknown
 from smalti.config.references import References
-from smalti.config.simpletuner.spelling import reference_defaults, reference_keys, with_reference_meaning
 from smalti.config.sources import (
     SCHEDULER,
     Layer,
@@ -36,10 +35,6 @@ from smalti.config.sources import (
     with_variables,
 )
 from smalti.errors import ConfigError, Problem, did_you_mean
-
-_CHOICE = "defaults_from"
-_SHOWN = 4
-"""Keys that are named as the reason why a file is SimpleTuner's."""
 
 
 def resolve(
@@ -77,9 +72,10 @@ def draft(
         "file": {} if is_accelerate else file_layer(schema, content, str(file), problems, notices),
     }
     layers = {label: with_variables(layer, environment, problems) for label, layer in layers.items()}
-    keys = _reference_keys(layers, {} if is_accelerate else content, schema)
-    if keys:
-        layers["file"] = with_reference_meaning(layers["file"], notices)
+    dialect = schema.dialect
+    claim = dialect.claim(layers, {} if is_accelerate else content, schema, str(file))
+    if claim:
+        layers["file"] = dialect.in_file(layers["file"], notices)
     path = accelerate_path(layers, file if is_accelerate else None, environment, problems)
     accelerate = content if is_accelerate else read_mapping(path) if path is not None else {}
     if path is not None:
@@ -93,7 +89,9 @@ def draft(
     _replace_urls(schema, chosen, notices, problems)
     _derive(schema, chosen, notices, problems)
     kept = kept_defaults(chosen["output_dir"][1].value if "output_dir" in chosen else None, content, file, notices)
-    reference = _of_reference(schema, chosen, keys, str(file)) if keys else Kept()
+    reference = Kept()
+    if claim:
+        reference = Kept(values=dialect.defaults(chosen, schema), place=claim, label=f"{dialect.trainer}'s default")
     kept = kept if kept.values else reference
     _keep(schema, chosen, kept, reference, notices)
     if path is not None and "mixed_precision" not in chosen and (remark := accelerate_yaml.precision_notice(accelerate, path)):
@@ -153,25 +151,6 @@ def _merge(layers: Mapping[str, Layer], schema: Schema, notices: list[str]) -> d
                 values = ("", "") if secret else (f"{winner.shown!r} from ", f"{given.shown!r} from ")
                 notices.append(f"{name}: {values[0]}{winner.place} wins over {values[1]}{given.place}")
     return chosen
-
-
-def _reference_keys(layers: Mapping[str, Layer], content: Mapping[str, object], schema: Schema) -> tuple[str, ...]:
-    """The keys by which the file is SimpleTuner's, whose defaults are used then. None if there are none."""
-    given = next((layer[_CHOICE].value for layer in layers.values() if _CHOICE in layer), "auto")
-    chosen = str(given).lower()
-    return () if chosen == "smalti" else (_CHOICE,) if chosen == "simpletuner" else reference_keys(content, schema)
-
-
-def _of_reference(schema: Schema, chosen: dict[str, tuple[str, Given]], keys: Sequence[str], file: str) -> Kept:
-    """SimpleTuner's defaults, for its file."""
-    values = reference_defaults({name: given.value for name, (_, given) in chosen.items()}, schema)
-    if keys == (_CHOICE,):
-        label, given = chosen[_CHOICE]
-        # The defaults are values from here on, so whoever reads the result must not apply them once more.
-        chosen[_CHOICE] = (label, replace(given, value="smalti"))
-        return Kept(values=values, place=given.place, label=REFERENCE)
-    known = ", ".join(keys[:_SHOWN]) + (" ..." if len(keys) > _SHOWN else "")
-    return Kept(values=values, place=f"{file}, which has {known}", label=REFERENCE)
 
 
 def _replace_urls(schema: Schema, chosen: dict[str, tuple[str, Given]], notices: list[str], problems: list[Problem]) -> None:
@@ -238,7 +217,8 @@ def _keep(schema: Schema, chosen: dict[str, tuple[str, Given]], kept: Kept, refe
                 notices.append(f"{name}: {value!r}, the default when the run began; it is {option.default!r} now")
     if theirs:
         shown = ", ".join(f"{name} = {json.dumps(value)}" for name, value in theirs.items())
-        notices.append(f"SimpleTuner's defaults are used ({reference.place}): {shown}; --defaults_from=smalti uses others")
+        dialect = schema.dialect
+        notices.append(f"{dialect.trainer}'s defaults are used ({reference.place}): {shown}; {dialect.otherwise}")
 
 
 def _conflicts(schema: Schema, groups: Mapping[type[Options], Options], problems: Sequence[Problem]) -> Iterator[Problem]:

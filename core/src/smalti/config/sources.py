@@ -12,8 +12,8 @@ from pydantic import ValidationError
 from smalti.config import accelerate_yaml
 from smalti.config.files import expand, variables_in
 from smalti.config.kept_defaults import TABLE
-from smalti.config.options import Given, Option, OptionGroup, Schema, path_error, unknown
-from smalti.config.simpletuner.translation import ReferenceOptions, translate_reference_options
+from smalti.config.known_packages import package_of_command
+from smalti.config.options import Given, Option, OptionGroup, Schema, Translation, path_error, unknown
 from smalti.errors import Problem
 
 PREFIX = "SMALTI_"
@@ -22,6 +22,8 @@ RESERVED = frozenset({"SMALTI_OUTCOME_DIR", "SMALTI_PARENT", "SMALTI_DIGEST", "S
 
 SCHEDULER = "scheduler"
 """The label of the layer with what a scheduler says of this launch."""
+_SEVERAL = 2
+"""Unknown keys that are no mistakes in spelling, but names of another trainer."""
 _COMMENTS = ("_", "//", "#")
 """Beginnings of keys that are comments in files without a syntax for them."""
 
@@ -43,7 +45,7 @@ def environment_layer(
         for name, value in environment.items()
         if name.startswith(PREFIX) and name not in RESERVED and value != ""
     }
-    found = translate_reference_options(given, schema)
+    found = schema.dialect.translate(given, schema)
     put_translated(layer, found, schema, "the environment", problems, notices)
     for spelling, value in found.rest.items():
         name = variable(spelling)
@@ -60,8 +62,9 @@ def file_layer(
 ) -> Layer:
     """The values of a configuration file. null and empty texts mean "not given", except for texts that may be empty."""
     layer: dict[str, Given] = {}
+    unknown_keys: list[Problem] = []
     pairs = list(flat(content, schema.groups))
-    found = translate_reference_options(dict(pairs), schema)
+    found = schema.dialect.translate(dict(pairs), schema)
     put_translated(layer, found, schema, file, problems, notices)
     for key, raw in pairs:
         if key not in found.rest:
@@ -70,14 +73,24 @@ def file_layer(
         if option is None and key.startswith(_COMMENTS):
             continue
         if option is None:
-            problems.append(_unknown_key(key, raw, schema, file))
+            unknown_keys.append(_unknown_key(key, raw, schema, file))
+            problems.append(unknown_keys[-1])
             continue
         if option.secret is True and raw is not None and not variables_in(raw):
             fix = f'write "{{env:{option.name.upper()}}}" instead'
             problems.append(Problem(message=f"{key} is a secret", where=file, fix=fix, option=option.name))
         elif not _not_given(option, raw):
             _put(layer, option, Given(value=raw, spelling=key, place=f"{key} in {file}"), problems)
+    problems += _of_another_trainer(unknown_keys, schema, file)
     return layer
+
+
+def _of_another_trainer(unknown_keys: Sequence[Problem], schema: Schema, file: str) -> Iterator[Problem]:
+    """Which package reads a file whose keys may be those of SimpleTuner, if it is not active."""
+    package = package_of_command("config import")
+    several = sum(not problem.package for problem in unknown_keys) >= _SEVERAL
+    if package is not None and several and file.endswith(".json") and not schema.dialect.trainer:
+        yield package.problem(f"if this is a configuration of SimpleTuner, {package.distribution} reads it", file)
 
 
 def _not_given(option: Option, raw: object) -> bool:
@@ -87,13 +100,13 @@ def _not_given(option: Option, raw: object) -> bool:
 
 def put_translated(
     layer: dict[str, Given],
-    found: ReferenceOptions,
+    found: Translation,
     schema: Schema,
     source: str,
     problems: list[Problem],
     notices: list[str] | None,
 ) -> None:
-    """Add what SimpleTuner's options mean here to a layer, with their notices and problems."""
+    """Add what options of another trainer mean here to a layer, with their notices and problems."""
     for name, (key, value) in found.values.items():
         if value is not None:
             _put(layer, schema.options[name], Given(value=value, spelling=name, place=f"{key} in {source}"), problems)

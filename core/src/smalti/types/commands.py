@@ -14,7 +14,7 @@ class Deferred(click.Command):
     """A command that is imported when it is used. `section` is its heading in the list of commands; empty: "From plugins"."""
 
     def __init__(self, address: str, summary: str, section: str) -> None:
-        super().__init__(address.rpartition(":")[2].replace("_", "-"), help=summary, short_help=summary)
+        super().__init__(address.rpartition(":")[2].strip("_").replace("_", "-"), help=summary, short_help=summary)
         self.address, self.section = address, section
 
     def load(self) -> click.Command:

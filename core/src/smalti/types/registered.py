@@ -139,7 +139,7 @@ class CheckpointFormat(Registered):
 
     `marks` are glob patterns such as "manifest.json" or "*/model_states.pt". A folder in which a file matches one of them is
     read as this format. `factory` is "module:callable", imported only in the process that reads such a checkpoint. The callable
-    takes the folder, a `Path`, and returns a `smalti.checkpoint.conversion.formats.Source`.
+    takes the folder, a `Path`, and returns a `smalti.checkpoint.Source`.
     """
 
     kind = "the checkpoint format"

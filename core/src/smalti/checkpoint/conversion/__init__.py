@@ -1,1 +1,1 @@
-"""Checkpoints of other trainers in, exports out."""
+"""Exports, and what readers of checkpoints of other trainers return."""

@@ -16,9 +16,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from smalti.checkpoint.conversion.convert import check_free_space
 from smalti.checkpoint.conversion.export_request import Computed, ExportRequest, Usage
 from smalti.checkpoint.conversion.formats import OwnCheckpoint
+from smalti.checkpoint.conversion.new_folder import check_free_space
 from smalti.checkpoint.dtypes import DTYPES, NAMES
 from smalti.checkpoint.format.digests import matches, write_with_digest
 from smalti.checkpoint.format.full_weights import write_weights

@@ -1,25 +1,22 @@
-"""Checkpoints of any trainer: the format of a folder, and its contents.
+"""Checkpoints of any trainer: their contents, and how those of smalti are read.
 
 Importing this module imports no torch.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol, Self
+from typing import Protocol
 
 from smalti.checkpoint.format.manifest import GROUPS, STATE, Manifest, read_manifest
 from smalti.checkpoint.format.safetensors_layout import StoredTensor
 from smalti.checkpoint.format.safetensors_reader import TensorFiles
 from smalti.checkpoint.format.state_file import read_state
 from smalti.checkpoint.format.verification import verify
-from smalti.config import package_of_checkpoint
 from smalti.errors import CheckpointError
 from smalti.system import Block
-from smalti.types import CheckpointFormat
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,19 +39,6 @@ class Contents:
     config_digest: str = ""
     flags: tuple[str, ...] = ()
     notices: tuple[str, ...] = ()
-
-    def encode(self) -> bytes:
-        """Encodes the contents for another process."""
-        return json.dumps(asdict(self), allow_nan=False).encode()
-
-    @classmethod
-    def decode(cls, data: bytes) -> Self:
-        body = json.loads(data)
-        body["tensors"] = {
-            name: StoredTensor(dtype=t["dtype"], shape=tuple(t["shape"]), chunks=t["chunks"])
-            for name, t in body["tensors"].items()
-        }
-        return cls(**body | {key: tuple(body[key]) for key in ("plugins", "flags", "notices")})
 
 
 class Source(Protocol):
@@ -97,25 +81,6 @@ def _checked(path: Path) -> Manifest:
     if found.manifest is None or not found.ok:
         raise CheckpointError(f"{path} is damaged: {'; '.join(found.problems[:3])}", fix="choose another checkpoint")
     return found.manifest
-
-
-def detect_format(folder: Path, formats: Sequence[CheckpointFormat]) -> CheckpointFormat:
-    """Returns the format of a checkpoint, from the files in its folder. Raises UserError for none, or more than one."""
-    found = [each for each in formats if any(path.is_file() for mark in each.marks for path in folder.glob(mark))]
-    if len(found) == 1:
-        return found[0]
-    if found:
-        names = " and ".join(each.name for each in found)
-        raise CheckpointError(
-            f"{folder} looks like a checkpoint of {names} at once", fix="move the files of one of them elsewhere"
-        )
-    if package := package_of_checkpoint(folder, [each.name for each in formats]):
-        raise package.error(f"{package.distribution} reads the checkpoint in {folder}")
-    looked_for = [f"    {each.name} ({each.title}): {' or '.join(each.marks)}" for each in formats]
-    raise CheckpointError(
-        "\n".join([f"{folder} is not a checkpoint of a known format. Expected files:", *looked_for]),
-        fix="use the folder that contains them; smalti-fsdp2 reads what torch and Accelerate save, smalti-deepspeed DeepSpeed",
-    )
 
 
 def guess_optimizer(state: Collection[str]) -> str:

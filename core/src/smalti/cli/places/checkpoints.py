@@ -156,6 +156,24 @@ class RemotePlace:
 Place = LocalPlace | RemotePlace
 
 
+@contextmanager
+def opened_checkpoint(place: Place, target: Path, groups: Collection[str] | None) -> Iterator[Path]:
+    """The checkpoint at a place; for a run directory, its newest one. In a folder it may be one of another trainer."""
+    if isinstance(place, RemotePlace):
+        check_new(target)
+        with place.downloaded(target, groups) as path:
+            yield path
+    else:
+        has_own = any(CheckpointStore(root).all() for root in (place.path / "checkpoints", place.path))
+        yield newest(place.path) if has_own else place.path
+
+
+def check_new(target: Path) -> None:
+    """Raises UserError before a download if its result could not be written."""
+    if target.exists() or target.is_symlink():
+        raise UserError(f"{target} already exists, and nothing is overwritten", fix="choose a new folder")
+
+
 def is_checkpoint(path: Path) -> bool:
     return (path / MANIFEST).is_file() or path.name.startswith("step-")
 

@@ -62,12 +62,6 @@ class RunOptions(Options):
         "latest",
         help='Checkpoint to resume from: "latest", "none", a step, or the path or URL of a checkpoint or run directory.',
     )
-    defaults_from: Literal["auto", "simpletuner", "smalti"] = option(
-        "auto",
-        help="Whose defaults are used for options that are not given. auto: SimpleTuner's, for a file with two or more keys "
-        "that only SimpleTuner has.",
-        level="advanced",
-    )
     nonfinite_loss: Literal["stop", "skip"] = option(
         "stop",
         help="What to do when the loss is NaN or infinite on any rank: stop the run, or skip the step.",

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator
 
-from smalti.config.optimizer_names import own_name
+from smalti.config.core_options.optimizer_names import own_name
 from smalti.config.options import Options, option
 from smalti.errors import Problem
 

@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import cast
 
 from smalti import InvalidOptionError, Problem, UserError, problems_in
-from smalti.config import Config, Option, Schema, draft as draft_of
-from smalti.migration import refuse_other_trainers
+from smalti.config import Config, Option, Schema, draft as draft_of, refuse_other_trainers
 from smalti.plugins import Selection
 from smalti_webui.configs.controls import as_text, from_text
 from smalti_webui.configs.drafts import Draft

@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from smalti import ConfigError, UserError
-from smalti.config import as_toml, draft as draft_of, read_mapping, read_text
-from smalti.migration import as_toml as imported_toml, import_files, refuse_other_trainers
+from smalti.config import as_toml, draft as draft_of, read_mapping, read_text, refuse_other_trainers
 from smalti.plugins import Selection
 from smalti.rundir import RunDirectory
+from smalti_migrate.commented_toml import as_toml as imported_toml
+from smalti_migrate.importing import import_files
 from smalti_webui.configs.drafts import Draft, DraftStore, digest
 from smalti_webui.configs.schemas import catalog_with, own_environment, schema_for, schema_with
 from smalti_webui.configs.toml_text import given, with_values

@@ -1,0 +1,1 @@
+"""Names, files and defaults of other trainers: what they become here."""

@@ -1,0 +1,275 @@
+"""Importing from OneTrainer: its configuration or preset in JSON, with its concepts and samples."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from smalti_migrate.converters import number, path, switch, whole
+from smalti_migrate.entries import DDPM_FAMILIES, fitting, leave_optimizer
+from smalti_migrate.files import Opened, companion, open_file
+from smalti_migrate.onetrainer import tables
+from smalti_migrate.onetrainer.data import datasets_of, samples_of, without_concepts
+from smalti_migrate.onetrainer.layers import add_layers
+from smalti_migrate.rules import Found, Imported, Values, attempt, convert_options, source_text
+
+
+def imported(files: Sequence[Opened], family: str | None = None) -> Imported:
+    """The configuration of these files. Concepts and samples are in it, or in files that it names or that are given too."""
+    result = Imported(trainer=tables.NAME, files=[file.name for file in files])
+    found = result.table(tables.OPTIONS, {}, "")
+    for file in files:
+        if file.kind == "options":
+            found |= _renamed(result.table(tables.OPTIONS, file.content, file.name)).over(found)
+    if not any(file.kind == "options" for file in files):
+        attempt(result, _data, files, found, result)
+        return result
+    chosen, kind = _model(found, family, result)
+    for step in (_optimizer, _devices, _schedule, _ema, _loss, _precision, _saving):
+        attempt(result, step, found, result)
+    attempt(result, _base, found, kind, result)
+    attempt(result, _timesteps, found, chosen, result)
+    _encoders(found, chosen, result)
+    attempt(result, add_layers, found, chosen, kind, result)
+    attempt(result, _data, files, found, result)
+    convert_options(fitting(tables.OPTIONS, kind, chosen), found, result)
+    return result
+
+
+def _renamed(found: Values) -> Values:
+    """A table with the keys that files of today have."""
+    for old in tables.OLD_KEYS.keys() & found.keys():
+        found.setdefault(tables.OLD_KEYS[old], found.pop(old))
+    return found
+
+
+def _model(found: Values, family: str | None, result: Imported) -> tuple[str, str]:
+    """Family and kind of training."""
+    model = found.first("model_type", default="STABLE_DIFFUSION_15")
+    chosen = family or tables.FAMILIES.get(str(model.value), "")
+    if chosen:
+        result.add("model_family", chosen, "--model_family" if family else source_text("", model.place, model.value, chosen))
+    else:
+        fix = "`smalti plugins` lists the families"
+        result.leave(model.place, "smalti does not have this model", fix=fix, value=model.value)
+    method = found.first("training_method", default="FINE_TUNE")
+    kind = tables.METHODS.get(str(method.value), "")
+    if kind:
+        result.add("model_type", kind, source_text("", method.place, method.value, kind))
+    else:
+        fix = 'model_type = "lora", or "full"'
+        result.leave(method.place, "smalti trains whole models and LoRA", fix=fix, value=method.value)
+    return chosen, kind
+
+
+def _accumulation(found: Values) -> int:
+    return max(1, found.first("gradient_accumulation_steps", default=1).read(whole))
+
+
+def _micro_batches(count: int) -> str:
+    """What a comment says about a number of micro-batches that became one of steps."""
+    return f"micro-batches there, of which a step has {count}" if count > 1 else ""
+
+
+def _of_part(found: Values, key: str, *, default: object, outer: str = "") -> Found:
+    """A setting of the trained model, which can stand in several places; `outer` is a key for all models."""
+    return found.first(
+        *(f"{part}.{key}" for part in tables.PARTS if f"{part}.{key}" in found),
+        outer or f"{tables.PARTS[0]}.{key}",
+        default=default,
+    )
+
+
+def _optimizer(found: Values, result: Imported) -> None:
+    result.copy("learning_rate", _of_part(found, "learning_rate", outer="learning_rate", default=3e-6), number)
+    named = found.first("optimizer.optimizer", "optimizer", default="ADAMW")
+    name = str(named.value).upper()
+    ours = tables.OPTIMIZERS.get(name)
+    if ours is None:
+        leave_optimizer(named, result)
+        return
+    result.add("optimizer", ours, source_text("", named.place, name, ours, tables.OPTIMIZER_NOTES.get(name, "")))
+    for key, option, optimizers in (
+        ("weight_decay", "adam_weight_decay", set(tables.OPTIMIZERS.values())),
+        ("beta1", "adam_beta1", {"adamw", "adamw8bit", "lion"}),
+        ("beta2", "adam_beta2", {"adamw", "adamw8bit", "lion"}),
+        ("eps", "adam_epsilon", {"adamw", "adamw8bit"}),
+    ):
+        if ours in optimizers and f"optimizer.{key}" in found:
+            result.copy(option, found[f"optimizer.{key}"], number)
+
+
+def _devices(found: Values, result: Imported) -> None:
+    devices = [each for each in str(found.first("device_indexes", default="").value).split(",") if each.strip()]
+    if found.on("multi_gpu") and devices:
+        result.add("num_processes", len(devices), f"{found['device_indexes'].place}, {found['multi_gpu'].place}")
+    if found.on("compile"):
+        result.add("dynamo_backend", "inductor", found["compile"].place)
+
+
+def _schedule(found: Values, result: Imported) -> None:
+    """The schedule. Its warm-up counts micro-batches, and is a share of the run up to 1."""
+    named = found.first("learning_rate_scheduler", default="CONSTANT")
+    answer = tables.SCHEDULES.get(str(named.value).upper(), "smalti has no such schedule!")
+    if answer.endswith("!"):
+        result.leave(named.place, answer.removesuffix("!"), fix='lr_scheduler = "cosine"', value=named.value)
+    else:
+        result.add("lr_scheduler", answer, source_text("", named.place, named.value, answer))
+    warm, count = found.first("learning_rate_warmup_steps", default=200), _accumulation(found)
+    steps = warm.read(number)
+    if steps > 1:
+        value = int(steps / count)
+        result.add("lr_warmup_steps", value, source_text("", warm.place, warm.value, value, _micro_batches(count)))
+    elif steps > 0:
+        why = "it is a share of the run, whose steps follow from the images"
+        result.leave(warm.place, why, fix="lr_warmup_steps = N; `smalti train FILE --dry-run` says the steps", value=steps)
+
+
+def _ema(found: Values, result: Imported) -> None:
+    """The EMA. Its decay is per update there, and per step here."""
+    mode = found.first("ema", default="OFF")
+    if str(mode.value).upper() not in ("GPU", "CPU"):
+        return
+    result.add("use_ema", True, source_text("", mode.place, mode.value, True))
+    result.add("ema_device", "cpu" if str(mode.value).upper() == "CPU" else "accelerator", mode.place)
+    decay, every = found.first("ema_decay", default=0.999), found.first("ema_update_step_interval", default=5)
+    count = max(1, every.read(whole))
+    value = round(float(decay.read(number)) ** (1 / count), 8)
+    places = f"{decay.place}, {every.place}"
+    result.add("ema_decay", value, source_text("", places, decay.value, value, f"of {count} steps there, of one here"))
+
+
+def _loss(found: Values, result: Imported) -> None:
+    mse, huber = found.first("mse_strength", default=1.0), found.first("huber_strength", default=0.0)
+    if mse.read(number) == 0 and huber.read(number) > 0:
+        result.add("loss_type", "huber", f"{huber.place}, {mse.place}")
+        result.copy("huber_c", found.first("huber_delta", default=1.0), number)
+    elif huber.read(number) > 0:
+        result.leave(huber.place, "losses are not combined", fix='loss_type = "l2", or "huber"', value=huber.value)
+    if mse.read(number) not in (0, 1):
+        result.leave(mse.place, "the loss has no factor; the learning rate has the same effect", value=mse.value)
+    for key, name in (("force_v_prediction", "v_prediction"), ("force_epsilon_prediction", "epsilon")):
+        if found.on(key):
+            result.add("prediction_type", name, found[key].place)
+
+
+def _precision(found: Values, result: Imported) -> None:
+    vae = found.first("vae.weight_dtype", default="")
+    if str(vae.value) != "FLOAT_16" and (name := tables.BASE_DTYPES.get(str(vae.value), "")):
+        result.add("vae_dtype", name, source_text("", vae.place, vae.value, name))
+    first = "gradient_checkpointing" if "gradient_checkpointing" in found else ""
+    way = _of_part(found, "gradient_checkpointing", default=True) if not first else found[first]
+    on = str(way.value).upper() in ("ON", "TRUE", "CPU_OFFLOADED")
+    result.add("gradient_checkpointing", on, source_text("", way.place, way.value, on))
+    if str(way.value).upper() == "CPU_OFFLOADED":
+        result.leave(way.place, "activations are recomputed, not offloaded", fix="see docs/memory.md", value=way.value)
+
+
+def _base(found: Values, kind: str, result: Imported) -> None:
+    """The dtype of the frozen weights of a LoRA."""
+    keys = (*(f"{part}.weight_dtype" for part in tables.PARTS), "weight_dtype")
+    dtypes = [found[key] for key in keys if key in found and str(found[key].value) != "NONE"]
+    if not dtypes:
+        return
+    name, dtype, place = str(dtypes[0].value), dtypes[0], ", before ".join(each.place for each in dtypes)
+    if kind != "lora":
+        if name != "FLOAT_32":
+            result.leave(dtype.place, "trained weights are fp32 here", fix="see docs/memory.md", value=name)
+    elif name in tables.QUANTISED:
+        result.add("base_model_precision", tables.QUANTISED[name], source_text("", place, name, tables.QUANTISED[name]))
+    elif name in tables.BASE_DTYPES:
+        result.add("lora_base_dtype", tables.BASE_DTYPES[name], source_text("", place, name, tables.BASE_DTYPES[name]))
+    else:
+        result.leave(dtype.place, "smalti has no such precision", fix='base_model_precision = "nf4-torchao"', value=name)
+
+
+def _timesteps(found: Values, family: str, result: Imported) -> None:
+    way = found.first("timestep_distribution", default="UNIFORM")
+    name = {"UNIFORM": "uniform", "LOGIT_NORMAL": "logit_normal"}.get(str(way.value).upper())
+    if name is None:
+        result.leave(way.place, "smalti has no such distribution", fix="--timestep_distribution", value=way.value)
+    else:
+        result.add("timestep_distribution", name, source_text("", way.place, way.value, name))
+    if name == "logit_normal":
+        for key, option, more in (("noising_bias", "flow_sigmoid_mean", 0), ("noising_weight", "flow_sigmoid_scale", 1)):
+            if key in found:
+                value = found[key].read(number) + more
+                result.add(option, value, source_text("", found[key].place, found[key].value, value))
+    weight = found.first("loss_weight_fn", default="CONSTANT")
+    if str(weight.value) == "MIN_SNR_GAMMA" and family in DDPM_FAMILIES:
+        strength = found.first("loss_weight_strength", default=5.0)
+        result.add("snr_gamma", strength.read(number), f"{weight.place}, {strength.place}")
+    elif str(weight.value) not in ("CONSTANT", "MIN_SNR_GAMMA"):
+        result.leave(weight.place, "smalti has no such loss weight", fix="snr_gamma, or flow_weighting", value=weight.value)
+    if not family or family in DDPM_FAMILIES:
+        return
+    if found.on("dynamic_timestep_shifting"):
+        result.copy("flow_schedule_auto_shift", found["dynamic_timestep_shifting"], switch)
+    else:
+        result.copy("flow_schedule_shift", found.first("timestep_shift", default=1.0), number)
+    if family in ("flux", "flux2") and any(f"{part}.guidance_scale" in found for part in tables.PARTS):
+        result.copy("flux_guidance_value", _of_part(found, "guidance_scale", default=1), number)
+
+
+def _encoders(found: Values, family: str, result: Imported) -> None:
+    """Caption dropout, which is of each text encoder there; and text encoders that are trained, by default."""
+    rates = [found[f"{each}.dropout_probability"] for each in tables.ENCODERS if f"{each}.dropout_probability" in found]
+    rate = rates[0] if rates else found.first("text_encoder.dropout_probability", default=0.0)
+    attempt(result, result.copy, "caption_dropout_probability", rate, number)
+    result.settled += [each.place for each in rates if each.value == rate.value]
+    for each in tables.ENCODERS if family else ():
+        train = found.get(f"{each}.train")
+        if train is not None and train.value is True:
+            result.leave(train.place, "text encoders are not trained here", value=True)
+    if family == "sdxl" and "text_encoder.train" not in found:
+        result.leave(found.first("text_encoder.train").place, "text encoders are not trained here", value=True)
+
+
+def _saving(found: Values, result: Imported) -> None:
+    """Intervals in steps, which are micro-batches there. Those in minutes or epochs are listed."""
+    count = _accumulation(found)
+    for key, option, default in (
+        ("sample_after", "validation_step_interval", "MINUTE"),
+        ("save_every", "checkpoint_step_interval", "NEVER"),
+        ("backup_after", "checkpoint_step_interval", "MINUTE"),
+    ):
+        every, unit = found.get(key), found.first(f"{key}_unit", default=default)
+        if str(unit.value) == "NEVER":
+            result.settled += [each.place for each in (every, unit) if each is not None and f"{key}_unit" in found]
+        elif every is not None and option not in result.lines and str(unit.value) == "STEP":
+            value, place = max(1, every.read(whole) // count), f"{every.place}, {unit.place}"
+            result.add(option, value, source_text("", place, every.value, value, _micro_batches(count)))
+        elif every is not None and option not in result.lines:
+            what = f"{every.value} {str(unit.value).lower()}"
+            result.leave(f"{every.place}, {unit.place}", "intervals are in steps here", fix=f"{option} = N", value=what)
+    if found.on("rolling_backup"):
+        kept = found.first("rolling_backup_count", default=3)
+        result.add("checkpoints_total_limit", kept.read(whole), f"{kept.place}, {found['rolling_backup'].place}")
+
+
+def _data(files: Sequence[Opened], found: Values, result: Imported) -> None:
+    """Concepts and samples: in the configuration, in files that are given, or in files that it names."""
+    for kind, key, inline, convert in (
+        ("datasets", "concept_file_name", "concepts", datasets_of),
+        ("prompts", "sample_definition_file_name", "samples", samples_of),
+    ):
+        rows, name = next(((file.content, file.name) for file in files if file.kind == kind), (None, ""))
+        for other in [file for file in files if file.kind == kind][1:]:
+            result.leave(other.name, "one file of this kind is imported", fix="put its entries into the other file")
+        if rows is None and inline in found:
+            rows, name = found[inline].value, f"{found[inline].place.partition(':')[0]}: {inline}"
+            result.settled.append(found[inline].place)
+        if rows is None and key in found:
+            named = found[key].read(path)
+            place = next((each for file in files if (each := companion(file, named)) is not None), None)
+            if place is None:
+                result.leave(found[key].place, f"there is no file {named}", fix="give it as a further FILE", value=named)
+            else:
+                result.files.append(str(place))
+                result.settled.append(found[key].place)
+                rows, name = open_file(place).content, place.name
+        if rows is not None:
+            convert(rows, name, found, result)
+        elif kind == "datasets" and key not in found:
+            result.leave("concepts", "these files name no images", fix="give the file of concepts as a further FILE")
+    if any(file.kind == "options" for file in files):
+        without_concepts(found, result)

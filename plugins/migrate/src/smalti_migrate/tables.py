@@ -1,0 +1,61 @@
+"""The tables of the importers as Markdown: the end of docs/moving.md, and `smalti config import --tables`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+from smalti_migrate.aitoolkit import tables as aitoolkit
+from smalti_migrate.kohya import gui, tables as kohya
+from smalti_migrate.onetrainer import tables as onetrainer
+from smalti_migrate.rules import UNSET, Rule, shown
+
+PAGE: Mapping[str, Mapping[str, Sequence[Rule]]] = {
+    kohya.NAME: {
+        "Options": kohya.OPTIONS,
+        "Datasets": kohya.DATASETS,
+        "Prompts": kohya.PROMPTS,
+        "Flags of accelerate launch": kohya.LAUNCHER,
+        "Fields of presets of the GUI": gui.FIELDS,
+    },
+    aitoolkit.NAME: {"Options": aitoolkit.OPTIONS, "Datasets": aitoolkit.DATASETS, "Samples": aitoolkit.SAMPLES},
+    onetrainer.NAME: {"Options": onetrainer.OPTIONS, "Concepts": onetrainer.CONCEPTS, "Samples": onetrainer.SAMPLES},
+}
+"""Heading -> heading -> rules."""
+
+
+def tables_page() -> str:
+    """All tables, under the heading `All keys`."""
+    return "\n".join(_lines()) + "\n"
+
+
+def _lines() -> Iterator[str]:
+    yield "## All keys"
+    yield ""
+    yield "What `smalti config import` does with each key. Every other key is listed at the end of its result."
+    for trainer, tables in PAGE.items():
+        for title, rules in tables.items():
+            yield from ("", f"### {trainer}: {title.lower()}", "", f"| {trainer} | smalti | difference |", "|---|---|---|")
+            yield from map(_row, (rule for rule in rules if rule.kind in ("option", "read")))
+            yield from _grouped("No effect here", [rule for rule in rules if rule.kind == "no effect"])
+            yield from _grouped("Not converted", [rule for rule in rules if rule.kind == "unsupported"])
+
+
+def _row(rule: Rule) -> str:
+    ours = ", ".join(f"`{name}`" for name in rule.options) or "read by the import"
+    default = f"default there: {shown(rule.default)}" if rule.default is not UNSET else ""
+    return f"| `{rule.key}` | {ours} | {escaped('; '.join(filter(None, (rule.note, default))))} |"
+
+
+def _grouped(title: str, rules: Iterable[Rule]) -> Iterator[str]:
+    """Keys with the same reason in one row."""
+    by_reason: dict[tuple[str, str], list[str]] = {}
+    for rule in rules:
+        by_reason.setdefault((rule.note, rule.fix), []).append(rule.key)
+    for (why, fix), keys in by_reason.items():
+        text = f"{title}: {why}" + (f". Instead: {fix}" if fix else "")
+        yield f"| {', '.join(f'`{key}`' for key in keys)} |  | {escaped(text)} |"
+
+
+def escaped(text: str) -> str:
+    """A text that can stand in a table: HTML and column signs are escaped."""
+    return text.replace("|", "\\|").replace("<", "&lt;")
