@@ -6,7 +6,7 @@ Modules inside them belong to the core alone and may change with any release.
 
     smalti.system, smalti.rundir, smalti.config, smalti.parallel, smalti.checkpoint, smalti.diffusion, smalti.models,
     smalti.hookspecs, smalti.plugins, smalti.data, smalti.remote, smalti.training, smalti.migration,
-    smalti.cli
+    smalti.doctor, smalti.launch, smalti.cli
 """
 
 import lazy_loader
