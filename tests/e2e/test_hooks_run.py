@@ -69,6 +69,12 @@ def test_hook_on_step_end_fires_once_a_step(run):
     assert [call["step"] for call in run.calls("on_step_end")] == [1, 2, 3, 4, 5, 6]
 
 
+def test_hook_on_step_boundary_knows_what_is_due(run):
+    assert [(call["step"], call["saves"], call["validates"]) for call in run.calls("on_step_boundary")] == [
+        (step, step % 2 == 0, step % 3 == 0) for step in range(1, 7)
+    ]
+
+
 def test_hook_log_metrics_has_the_numbers_of_a_step(run):
     assert {"loss", "grad_norm", "learning_rate", "samples_per_second"} <= set(run.calls("log_metrics")[0]["names"])
 

@@ -58,9 +58,8 @@ def test_a_range_that_is_none_is_refused(configure, nodes):
 
 
 def test_options_of_the_range(configure):
-    found = [
-        configure(*flags.split()) for flags in ("--nodes=2:4", "--nodes=3", "--num_machines=2", "--nodes=2:4 --num_machines=3")
-    ]
+    given = ("--nodes=2:4", "--nodes=3", "--num_machines=2", "--nodes=2:4 --num_machines=3", "")
+    found = [configure(*flags.split()) for flags in given]
     assert [
         (one[LaunchOptions].num_machines, node_range(one), one[ClusterOptions].restarts, is_elastic(one)) for one in found
     ] == [
@@ -68,6 +67,7 @@ def test_options_of_the_range(configure):
         (3, (3, 3), 0, False),
         (2, (2, 2), 0, False),
         (3, (2, 4), 3, True),
+        (1, (1, 1), 0, False),
     ]
 
 

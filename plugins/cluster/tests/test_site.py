@@ -107,6 +107,13 @@ def test_hook_configure_launch_answers_for_several_nodes_and_restarts(configure,
     assert (entry is not None and entry.origin.plugin == "cluster") is given
 
 
+def test_tasks_that_are_no_nodes_are_not_refused(configure, plugins):
+    step = {"SLURM_STEP_ID": "0", "SLURM_JOB_ID": "1", "SLURM_NODEID": "0", "SLURM_STEP_NUM_NODES": "2"}
+    config = configure(environment={**step, "SLURM_STEP_NUM_TASKS": "16"})
+    assert "nothing is taken from SLURM" in config.notices[0]
+    assert launch_entry(config, plugins, step) is None
+
+
 @pytest.mark.parametrize(
     ("flags", "environment", "message"),
     [

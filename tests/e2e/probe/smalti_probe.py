@@ -158,6 +158,10 @@ class Probe:
         self.note("on_train_start", step=state.step, effective_batch=info.effective_batch)
 
     @hookimpl
+    def on_step_boundary(self, state, boundary):
+        self.note("on_step_boundary", step=state.step, saves=boundary.saves, validates=boundary.validates)
+
+    @hookimpl
     def on_step_end(self, state, result):
         self.note("on_step_end", step=result.step, loss=repr(result.loss), skipped=result.skipped)
         if result.step == 1 and os.environ.get("PROBE_MODULES"):

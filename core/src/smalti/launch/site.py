@@ -111,15 +111,17 @@ def launch_entry(config: Config, plugins: Plugins, environment: Mapping[str, str
         raise UserError(f"the plugins {names} both start the ranks of this launch", fix="disable one of them with --without")
     if found:
         return found[0]
-    options = config[LaunchOptions]
+    options, package = config[LaunchOptions], package_of_nodes()
+    if package.plugin in plugins.infos and plugins.infos[package.plugin].state == "active":
+        return None
     if options.num_machines > 1 or options.machine_rank > 0:
         name = "num_machines" if options.num_machines > 1 else "machine_rank"
-        message = f"{name}={config.value(name)}: a run on several nodes needs {package_of_nodes().distribution}"
-        raise ConfigError([package_of_nodes().problem(message, config.source(name))])
+        message = f"{name}={config.value(name)}: a run on several nodes needs {package.distribution}"
+        raise ConfigError([package.problem(message, config.source(name))])
     given = config.source("num_machines").startswith(("flag", "environment", "Accelerate YAML"))
     if not given and (variable := variable_of_nodes(environment)):
-        message = f"{variable} in the environment: a run on several nodes needs {package_of_nodes().distribution}"
-        problem = package_of_nodes().problem(message, "environment")
+        message = f"{variable} in the environment: a run on several nodes needs {package.distribution}"
+        problem = package.problem(message, "environment")
         raise ConfigError([replace(problem, fix=f"{problem.fix}; or --num_machines=1 to train on this node alone")])
     return None
 

@@ -78,8 +78,8 @@ class DistributedPlan(Registered):
 class LaunchEntry(Registered):
     """Where and how the ranks of a launch start, if there is more to it than the ranks of one node.
 
-    `site` is "module:callable", imported in the launcher only. It is called as `callable(config, plugins, directory, kind,
-    write=...)`, like `smalti.launch.LaunchSite`, and returns one.
+    `site` is "module:callable", imported in the launcher only. It is called with fields of `smalti.launch.LaunchSite` by name,
+    up to `write`, and returns one.
     """
 
     kind = "the launch"

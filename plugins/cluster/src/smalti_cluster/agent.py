@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import cast
 
-from smalti.errors import ExitCode
+from smalti import ExitCode
 from smalti.system import write_exit_report_as
 from smalti_cluster.elastic.messages import Place
 from smalti_cluster.elastic.rendezvous import GroupMember

@@ -41,11 +41,12 @@ from smalti_cluster.options import ClusterOptions, is_elastic, node_range
 @dataclass(kw_only=True)
 class NodesSite(LaunchSite):
     """`nodes` are those of the launch, if there are several that share the run directory. `group` starts ranks again after
-    some were lost, if the options allow that.
+    some were lost, if the options allow that. `planned` is the configuration with its precision.
     """
 
     nodes: Nodes | None = None
     group: Group | None = None
+    planned: Config | None = None
 
     def open(self) -> None:
         options = self.config[LaunchOptions]
@@ -62,7 +63,7 @@ class NodesSite(LaunchSite):
         self.facts["network"] = check_main_address(self.config, self.environment)
 
     def plan(self, config: Config, distributed: DistributedPlan) -> LaunchPlan:
-        plan = self._planned(config, distributed)
+        plan, self.planned = self._planned(config, distributed), config
         cluster = config[ClusterOptions]
         if plan.launcher != "in-process" and (is_elastic(config) or cluster.restarts):
             self.group = Group(
@@ -94,7 +95,7 @@ class NodesSite(LaunchSite):
         if self.nodes is not None:
             self.nodes.join() if self.writer is None else self.nodes.gather(events)
             self.nodes.close()
-        check_separate_nodes(self.directory.path, self.config, self.plugins, self.kind, events)
+        check_separate_nodes(self.directory.path, self.planned or self.config, self.plugins, self.kind, events)
 
     def run(self, config: Config, plan: LaunchPlan, standby: StandbyLauncher | None) -> LaunchResult:
         with stop_on_drain(config):

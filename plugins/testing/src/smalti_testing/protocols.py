@@ -64,6 +64,14 @@ CHAPTERS = (
         bases=("smalti.parallel:ProcessGroupParallel", "smalti.parallel:ReplicatedParallel", "smalti.parallel:ModelState"),
     ),
     Chapter(
+        title="Launches",
+        about="`configure_launch` returns a `LaunchEntry`; its `site` names a callable that returns a `LaunchSite`. Inherit "
+        "from it, and write the methods in which the launch is not that of one node.",
+        classes=("smalti:LaunchEntry", "smalti.launch:LaunchSite"),
+        given=("smalti.launch:LaunchPlan", "smalti.launch:Rendezvous"),
+        bases=("smalti.launch:LaunchSite",),
+    ),
+    Chapter(
         title="Storages",
         about="`register_storage` names a factory; the factory returns a `Storage`.",
         classes=(
@@ -182,7 +190,9 @@ def _class(address: str, chapter: Chapter) -> Iterator[str]:
     module, _, name = address.partition(":")
     node = _find(address)
     parents = [ast.unparse(base) for base in node.bases]
-    kind = "protocol" if "Protocol" in parents else "record" if node.decorator_list else "class"
+    kind = (
+        "protocol" if "Protocol" in parents else "record" if node.decorator_list and address not in chapter.bases else "class"
+    )
     if address in chapter.optional:
         kind = f"optional {kind}"
     inherited = "".join(f", with all that `{each}` has" for each in parents if each not in ("Protocol", "Registered"))
@@ -259,7 +269,7 @@ def _is_property(method: ast.FunctionDef) -> bool:
 def _default(owner: str, method: ast.FunctionDef, bases: tuple[str, ...]) -> str:
     """Where the method has a default: in its own class, or in a base class of the chapter."""
     kind = "property, " if _is_property(method) else ""
-    if not _is_empty(method):
+    if not _is_empty(method) or any(base.endswith(f":{owner}") for base in bases):
         return f"{kind}default in `{owner}`"
     for base in bases:
         if any(found.name == method.name and not _is_empty(found) for found in _methods(_find(base))):

@@ -10,12 +10,11 @@ from pathlib import Path
 
 import click
 
+from smalti import ConfigError, ExitCode, Finding, InvalidOptionError, PreflightError, UserError
 from smalti.cli import Command, CommandLine, counted, print_table
 from smalti.config import Config, LaunchOptions, RunOptions
-from smalti.errors import ConfigError, ExitCode, InvalidOptionError, PreflightError, UserError
 from smalti.launch import DEFAULT_PORT
 from smalti.plugins import Plugins
-from smalti.types import Finding
 from smalti_cluster.checks.agent import Actions, Agent, Identity
 from smalti_cluster.checks.checks import check_nodes
 from smalti_cluster.checks.hosts import SSH, check_hosts

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import cast
 
-from smalti.types import Finding
+from smalti import Finding
 from smalti_cluster.checks.channel import Message
 from smalti_cluster.checks.report import Row
 

@@ -13,7 +13,7 @@ from typing import IO
 
 import click
 
-from smalti.errors import ExitCode, PreflightError, UserError
+from smalti import ExitCode, PreflightError, UserError
 
 SSH = "ssh -o BatchMode=yes -o ConnectTimeout=10"
 _NO_CONNECTION = 255

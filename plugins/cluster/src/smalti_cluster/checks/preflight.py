@@ -18,13 +18,12 @@ from typing import cast
 
 import click
 
+from smalti import Finding, InvalidOptionError, PreflightError, UserError
 from smalti.config import Config, LaunchOptions
-from smalti.errors import InvalidOptionError, PreflightError, UserError
 from smalti.launch import DEFAULT_PORT
 from smalti.plugins import Plugins
 from smalti.rundir import PREFLIGHT_REPORT, EventWriter
 from smalti.system import write_json_atomically
-from smalti.types import Finding
 from smalti_cluster.checks.agent import Actions, Agent, Identity
 from smalti_cluster.checks.channel import Message
 from smalti_cluster.checks.checks import check_nodes

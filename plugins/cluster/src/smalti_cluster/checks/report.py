@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import cast
 
-from smalti.types import Finding
+from smalti import Finding
 
 _ORDER = {"error": 0, "warning": 1, "note": 2, "ok": 3}
 

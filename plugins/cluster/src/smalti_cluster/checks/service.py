@@ -15,8 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import cast
 
-from smalti.errors import PreflightError
-from smalti.types import Finding
+from smalti import Finding, PreflightError
 from smalti_cluster.checks.agent import PROTOCOL, Actions, Identity
 from smalti_cluster.checks.channel import Channel, Message
 from smalti_cluster.checks.storage import mount_of, remove_all

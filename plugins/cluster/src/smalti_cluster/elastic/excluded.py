@@ -13,7 +13,7 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from smalti.errors import FaultLoopError
+from smalti import FaultLoopError
 from smalti.rundir import CircuitFault
 from smalti.system import write_json_atomically
 

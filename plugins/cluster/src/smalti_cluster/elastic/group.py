@@ -20,8 +20,8 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import cast
 
+from smalti import ExitCode, InUseError, UserError
 from smalti.config import Config, LaunchOptions, RunOptions, TrainingOptions
-from smalti.errors import ExitCode, InUseError, UserError
 from smalti.launch import (
     CHOSEN_VARIABLE,
     DEFAULT_PORT,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 from pathlib import Path
 
-from smalti.errors import ExitCode
+from smalti import ExitCode
 from smalti.rundir import CircuitFault, read_circuits
 from smalti_cluster.elastic.messages import Decision
 

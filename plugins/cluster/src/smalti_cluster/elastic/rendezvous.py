@@ -23,8 +23,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, cast
 
-from smalti.errors import ExitCode
-from smalti.launch import summarize_exits
+from smalti import ExitCode
 from smalti.system import FOLDER_VARIABLE, preallocate, read_exit_reports, read_hooks, read_killed
 from smalti_cluster.elastic.messages import GroupEnd, Place
 from smalti_cluster.elastic.policy import decide, fault_of_node
@@ -166,6 +165,8 @@ class GroupMember:
 
     def finish(self, status: int) -> None:
         """Post what this node does next, once its ranks have ended. On the host: wait until all others have."""
+        from smalti.launch import summarize_exits
+
         end_watch()
         folder, end, place = self._folder, self._end, self._place
         message, code = end.error, ExitCode.KILLED

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from smalti import ConfigError, Problem, UserError
 from smalti.config import Config, DataOptions, LaunchOptions, TrainingOptions
-from smalti.errors import ConfigError, Problem, UserError
 from smalti.plugins import Plugins, check_strategy, choose_distributed, plugin_problems
 from smalti_cluster.options import ClusterOptions, node_range
 

@@ -15,9 +15,9 @@ from typing import TypeVar
 
 import click
 
+from smalti import ExitCode, UserError
 from smalti.cli import CommandLine, Group, pop_flag, write_file
 from smalti.config import Config
-from smalti.errors import ExitCode, UserError
 from smalti.plugins import check
 from smalti_cluster.jobs.job import Job, job_of
 from smalti_cluster.jobs.kubernetes_manifest import KubernetesOptions, manifest

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import PurePosixPath
 
-from smalti.errors import ExitCode, UserError
+from smalti import ExitCode, UserError
 from smalti_cluster.jobs.job import Job, comment
 
 PORT = 29500

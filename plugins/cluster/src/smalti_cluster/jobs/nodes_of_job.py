@@ -6,7 +6,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from smalti.errors import ExitCode
+from smalti import ExitCode
 from smalti.rundir import RunDirectory, read_circuits
 from smalti_cluster.elastic.excluded import read_excluded
 from smalti_cluster.schedulers.hostlist import expand_hostlist

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from smalti.errors import UserError
+from smalti import UserError
 from smalti_cluster.jobs.job import Job, comment
 
 _PLAIN = re.compile(r"[A-Za-z0-9_.,:@/+=*%\[\]|&-]+")

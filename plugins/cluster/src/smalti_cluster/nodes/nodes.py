@@ -23,8 +23,8 @@ from pathlib import Path
 
 import click
 
+from smalti import ConfigError, ExitCode, PreflightError, Problem, UserError
 from smalti.config import Config, LaunchOptions
-from smalti.errors import ConfigError, ExitCode, PreflightError, Problem, UserError
 from smalti.plugins import Plugins
 from smalti.rundir import POLL_SECONDS, EventWriter, RunDirectory
 from smalti.system import write_json_atomically
