@@ -18,7 +18,7 @@ from smalti.rundir import CircuitFault, open_circuit, read_circuit, read_events,
 from smalti.system import kill_tree
 from smalti.training.failures.faults import is_fault
 from smalti.training.failures.out_of_memory import is_out_of_memory
-from smalti.training.hangs.stragglers import Stragglers
+from smalti_health.hangs.stragglers import Stragglers
 from support.processes import workers
 from support.warm_processes import warm_processes
 
