@@ -13,7 +13,8 @@ from smalti.launch.elastic.messages import Generation, GroupEnd, Place, read_gro
 from smalti.launch.elastic.policy import decide, fault_of_node
 from smalti.launch.elastic.rendezvous import LOST_SECONDS, KeepAlives
 from smalti.launch.elastic.sizes import possible_sizes
-from smalti.rundir import CircuitFault, open_circuit
+from smalti.rundir import CircuitFault
+from smalti_health.circuits import open_circuit
 
 FAULT = CircuitFault(kind="ecc", time=1000.0, step=7, host=socket.gethostname(), rank=3, uuid="GPU-1", message="row 4")
 

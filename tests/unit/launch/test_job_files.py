@@ -17,8 +17,9 @@ from smalti.errors import ExitCode, UserError
 from smalti.launch import Job, KubernetesOptions, SlurmOptions, job_of, job_script, manifest, nodes_with_faults, result_of
 from smalti.launch.elastic.excluded import exclude
 from smalti.launch.schedulers.job import job_name
-from smalti.rundir import CircuitFault, acquire, open_circuit
+from smalti.rundir import CircuitFault, acquire
 from smalti.rundir.directory import RunDirectory
+from smalti_health.circuits import open_circuit
 
 _STAND_INS = {
     "smalti": """

@@ -6,7 +6,6 @@ skipped. Importing this module imports no torch; checks of a model family do.
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
@@ -23,9 +22,8 @@ from smalti.config import (
     ValidationOptions,
     validation_prompts,
 )
-from smalti.errors import CheckpointError, ConfigError, FaultLoopError, InvalidOptionError, Problem, UserError, problems_in
+from smalti.errors import CheckpointError, ConfigError, InvalidOptionError, Problem, UserError, problems_in
 from smalti.hookspecs import HookSpecs
-from smalti.launch.elastic.excluded import refuse_excluded
 from smalti.plugins import (
     Plugins,
     check_sharding,
@@ -38,7 +36,7 @@ from smalti.plugins import (
     known_families,
     plugin_problems,
 )
-from smalti.rundir import FAULTS_IN_A_ROW, RunDirectory, circuit_file, read_circuit
+from smalti.rundir import RunDirectory
 from smalti.types import DistributedPlan
 
 if TYPE_CHECKING:
@@ -62,25 +60,6 @@ class CheckedRun:
     """The checkpoint to resume from. Only the presence and the sizes of its files were checked."""
     notices: tuple[str, ...] = ()
     """About settings of validation images that have no effect."""
-
-
-def refuse_fault_loop(directory: Path, node: int) -> None:
-    """Raise FaultLoopError if the run has ended with the same fault on this host again and again, without getting further.
-
-    So it does on a node that has left the group of this run.
-    """
-    refuse_excluded(directory, node)
-    host = socket.gethostname()
-    fault = read_circuit(directory, node).loop(host)
-    if fault is None:
-        return
-    where = "before its first step" if fault.resumed is None else f"from step {fault.resumed}"
-    file = circuit_file(directory, node)
-    raise FaultLoopError(
-        f"the last {FAULTS_IN_A_ROW} starts {where} on {host} have ended with the same fault of an accelerator: "
-        f"{fault.kind} on rank {fault.rank}{f' ({fault.uuid})' if fault.uuid else ''}: {fault.message}",
-        fix=f"start on another node; or after the repair `smalti health reset {directory}` of smalti-health, or remove {file}",
-    )
 
 
 @dataclass(kw_only=True)

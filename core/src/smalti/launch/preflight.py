@@ -31,7 +31,8 @@ from smalti.config import (
 )
 from smalti.data import PreparedData, check_caches, check_sources, ranks_scan, scan_data, scan_progress, total_steps
 from smalti.errors import ConfigError, ExitCode, GpuFaultError, TakenOverError
-from smalti.launch.checks import check_run, refuse_fault_loop
+from smalti.launch.checks import check_run
+from smalti.launch.elastic.excluded import refuse_excluded
 from smalti.launch.elastic.group import Group
 from smalti.launch.elastic.sizes import possible_sizes
 from smalti.launch.network import check_known_address, check_main_address
@@ -96,7 +97,7 @@ class Preparation:
         """
         checked = check_run(config, plugins, thorough=not write)
         directory = RunDirectory(cast(Path, config[RunOptions].output_dir))
-        refuse_fault_loop(directory.path, config[LaunchOptions].machine_rank)
+        refuse_excluded(directory.path, config[LaunchOptions].machine_rank)
         kind, notices, environment = accelerator_kind(config), [], dict(os.environ)
         if write:
             os.environ.update(allocator_settings(kind, environment))  # torch reads them once, when it first uses a device
