@@ -26,7 +26,6 @@ FLOORS = (
     ("hookspecs",),
     ("plugins",),
     ("data",),
-    ("remote",),
     ("training",),
     ("doctor",),
     ("planning",),
@@ -35,7 +34,7 @@ FLOORS = (
 )
 FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
 TORCH_FREE = (
-    *("errors", "system", "rundir", "config", "types", "checkpoint.format", "hookspecs", "plugins", "remote"),
+    *("errors", "system", "rundir", "config", "types", "checkpoint.format", "hookspecs", "plugins"),
     *("doctor", "planning.records", "launch", "migration", "cli"),
 )
 NEEDS_TORCH = {"smalti.launch.rank"}

@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, get_args
 
 import click
 
-from smalti.checkpoint import CheckpointStore, Manifest, StoredTensor, Target, convert
+from smalti.checkpoint import CheckpointStore, ListedCheckpoint, Manifest, StoredTensor, Target, convert
 from smalti.cli.output import counted, format_bytes, print_table
 from smalti.cli.pages.help import Group
-from smalti.cli.places.checkpoints import Listed, Place, PlaceType, RemotePlace, newest
+from smalti.cli.places import LocalPlace, Place, PlaceType, newest
 from smalti.errors import CheckpointError, UserError
 from smalti.hookspecs import HookSpecs
 from smalti.plugins import load_plugins, selection_of
@@ -279,14 +279,13 @@ def export_checkpoint(
     from smalti.training import export
 
     plugins = load_plugins(selection_of((), None, os.environ), strict=False)
-    remote = isinstance(path, RemotePlace)
     groups = ("model",) if averaged is False else ("model", "ema")
     with _exported(path, target, groups, step) as source, _progress(f"exporting {path.name}") as progress:
         done = export(
             source,
             target,
             plugins,
-            step=None if remote else step,
+            step=step if isinstance(path, LocalPlace) else None,
             averaged=averaged,
             precision=precision,
             pretrained=pretrained,
@@ -297,7 +296,7 @@ def export_checkpoint(
         )
     if as_json:
         usages = [vars(usage) for usage in done.usages]
-        shown = path.url_of(done.checkpoint.name) if isinstance(path, RemotePlace) else str(done.checkpoint)
+        shown = str(done.checkpoint) if isinstance(path, LocalPlace) else path.url_of(done.checkpoint.name)
         _print_json(vars(done) | {"path": str(done.path), "checkpoint": shown, "usages": usages})
         return
     what = f"{counted(done.tensors, 'averaged tensor' if done.averaged else 'trained tensor')}, {format_bytes(done.size)}"
@@ -324,24 +323,24 @@ def _progress(label: str) -> Iterator[Callable[[int, int], None]]:
 @contextmanager
 def _opened(place: Place, target: Path, groups: Collection[str] | None) -> Iterator[Path]:
     """The checkpoint at a place; for a run directory, its newest one. In a folder it may be one of another trainer."""
-    if isinstance(place, RemotePlace):
+    if isinstance(place, LocalPlace):
+        has_own = any(CheckpointStore(root).all() for root in (place.path / "checkpoints", place.path))
+        yield newest(place.path) if has_own else place.path
+    else:
         _check_new(target)
         with place.downloaded(target, groups) as path:
             yield path
-    else:
-        has_own = any(CheckpointStore(root).all() for root in (place.path / "checkpoints", place.path))
-        yield newest(place.path) if has_own else place.path
 
 
 @contextmanager
 def _exported(place: Place, target: Path, groups: Collection[str], step: int | None) -> Iterator[Path]:
     """The run or checkpoint to export."""
-    if isinstance(place, RemotePlace):
+    if isinstance(place, LocalPlace):
+        yield place.path
+    else:
         _check_new(target)
         with place.downloaded(target, groups, step=step) as path:
             yield path
-    else:
-        yield place.path
 
 
 def _check_new(target: Path) -> None:
@@ -353,7 +352,7 @@ def _check_new(target: Path) -> None:
 # --- showing --------------------------------------------------------------------------------------------------------
 
 
-def _listed_as_json(each: Listed) -> dict[str, object]:
+def _listed_as_json(each: ListedCheckpoint) -> dict[str, object]:
     if each.manifest:
         return _manifest_as_json(each.path, each.manifest) | {"problem": ""}
     return {"path": each.path, "step": each.step, "problem": each.problem}
@@ -388,7 +387,7 @@ def _groups_as_json(groups: Mapping[str, Mapping[str, StoredTensor]], tensors: b
     return described
 
 
-def _print_verification(each: Listed, problems: Sequence[str]) -> None:
+def _print_verification(each: ListedCheckpoint, problems: Sequence[str]) -> None:
     if each.manifest and not problems:
         click.echo(f"{each.name}  ok  {format_bytes(each.manifest.size)}")
         return

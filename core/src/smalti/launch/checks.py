@@ -33,7 +33,9 @@ from smalti.plugins import (
     family_entry,
     find_family,
     find_optimizer,
+    is_url,
     known_families,
+    open_run,
     plugin_problems,
 )
 from smalti.rundir import RunDirectory
@@ -172,17 +174,14 @@ def _checkpoint(config: Config, plugins: Plugins) -> Path | None:
     None too where only node 0 sees it, and for a URL from which nothing was downloaded yet.
     """
     folder, launch, choice = config[RunOptions].output_dir, config[LaunchOptions], config[RunOptions].resume_from_checkpoint
-    if "://" in choice:
-        from smalti.remote import downloaded, open_run
-
-        open_run(choice, plugins, config)  # raises if no plugin opens it
+    place = open_run(choice, plugins, config) if is_url(choice) else None
     if folder is None or (launch.machine_rank > 0 and not launch.shared_output_dir):
         return None
     from smalti.checkpoint import CheckpointStore, quick_check
 
     run = RunDirectory(folder)
-    if "://" in choice:
-        found = downloaded(run, choice)
+    if place is not None:
+        found = place.brought(run)
         if found is None:
             return None
         choice = str(found)
