@@ -6,7 +6,8 @@ import pytest
 
 from smalti.checkpoint.format.manifest import SUSPECT
 from smalti.checkpoint.format.store import CheckpointStore
-from smalti.rundir import read_circuit, reset_circuit
+from smalti.rundir import read_circuit
+from smalti_health.circuits import reset_circuit
 
 OPTIONS = {"max_train_steps": 6, "train_batch_size": 4}
 
@@ -93,6 +94,11 @@ def test_a_fault_is_one_line_of_json_on_the_console_and_an_event(tmp_path, train
     told = json.loads(line.removeprefix("smalti: fault "))
     assert (told["fault"], told["action"], told["rank"], told["step"]) == ("ecc", "stop_saved", 1, 3)
     assert (event["fault"], event["uuid"], event["reading"]["ecc_errors_double"]) == ("ecc", "GPU-probe", 1)
+
+
+def test_hook_on_fault_tells_the_rank_with_the_fault_what_follows(tmp_path, train):
+    calls = reported(train, tmp_path / "run", "STOP_SAVED").calls("on_fault")
+    assert [(call["rank"], call["kind"], call["action"]) for call in calls] == [(1, "ecc", "STOP_SAVED")]
 
 
 def test_a_fault_before_the_loop_ends_the_run_with_nothing_to_save(tmp_path, train):

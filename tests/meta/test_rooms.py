@@ -26,14 +26,13 @@ FLOORS = (
     ("hookspecs",),
     ("plugins",),
     ("data",),
-    ("remote",),
     ("training",),
     ("launch", "builtin"),
     ("cli",),
 )
 FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
 TORCH_FREE = (
-    *("errors", "system", "rundir", "config", "types", "checkpoint.format", "hookspecs", "plugins", "remote"),
+    *("errors", "system", "rundir", "config", "types", "checkpoint.format", "hookspecs", "plugins"),
     *("launch", "cli"),
 )
 NEEDS_TORCH = {"smalti.launch.rank"}

@@ -14,11 +14,12 @@ import torch
 from smalti.checkpoint.format.manifest import SUSPECT
 from smalti.checkpoint.format.store import CheckpointStore
 from smalti.checkpoint.format.verification import verify
-from smalti.rundir import CircuitFault, open_circuit, read_circuit, read_events, reset_circuit
+from smalti.rundir import CircuitFault, read_circuit, read_events
 from smalti.system import kill_tree
 from smalti.training.failures.faults import is_fault
 from smalti.training.failures.out_of_memory import is_out_of_memory
-from smalti.training.hangs.stragglers import Stragglers
+from smalti_health.circuits import open_circuit, repeated_fault, reset_circuit
+from smalti_health.hangs.stragglers import Stragglers
 from support.processes import workers
 from support.warm_processes import warm_processes
 
@@ -251,8 +252,8 @@ def loops(chance: Random, place: Path) -> Report:
             report.faults += 1
             mine = [each for each in faults[: len(read_circuit(directory, 0).faults)] if each[2] == "here"][-3:]
             expected = len(mine) == 3 and len(set(mine)) == 1
-            found = read_circuit(directory, 0).loop("here") is not None
+            found = repeated_fault(read_circuit(directory, 0), "here") is not None
             report.expect(found == expected, f"after {mine} a start is {'refused' if found else 'allowed'}")
         reset_circuit(directory, 0)
-        report.expect(read_circuit(directory, 0).loop("here") is None, "refused after the reset")
+        report.expect(repeated_fault(read_circuit(directory, 0), "here") is None, "refused after the reset")
     return report

@@ -13,8 +13,8 @@ from smalti.checkpoint.format.verification import verify
 from smalti.checkpoint.writer import save
 from smalti.data import Storage, StorageError
 from smalti.errors import CheckpointError
-from smalti.remote import RemoteRun
 from smalti.rundir import RunDirectory, acquire
+from smalti_data.remote.checkpoints import RemoteRun
 from smalti_storage_s3.client.attempts import Timeouts
 from smalti_storage_s3.mirror.ownership import Lease
 from smalti_storage_s3.mirror.pulling import pull

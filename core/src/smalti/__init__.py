@@ -5,7 +5,7 @@ names of these packages, each of which lists them in its `__init__.pyi`. docs/wr
 Modules inside them belong to the core alone and may change with any release.
 
     smalti.system, smalti.rundir, smalti.config, smalti.parallel, smalti.checkpoint, smalti.diffusion, smalti.models,
-    smalti.hookspecs, smalti.plugins, smalti.data, smalti.remote, smalti.training, smalti.launch,
+    smalti.hookspecs, smalti.plugins, smalti.data, smalti.training, smalti.launch,
     smalti.cli
 """
 

@@ -32,6 +32,7 @@ The hooks in the order of a run:
           on_validation          after validation images were generated
           on_evaluation          after the loss on held-out images was measured
           on_gpu_fault           when an accelerator failed
+          on_fault               once it is decided what follows
           on_warning             when something failed and the run continues without it
       explain_error              when memory ran out, while the run is built or in the loop
       on_error                   when an exception leaves the loop
@@ -55,9 +56,9 @@ There are three kinds of hooks. The first word of each docstring says which kind
 
 An exception in a hook ends the run. It keeps its type and gets a note with the plugin, its version and the hook. Hooks that
 observe are isolated: a failure in `on_validation`, `on_evaluation`, `on_checkpoint`, `on_checkpoint_failed`, `on_warning`,
-`on_gpu_fault`, `on_error`, `on_train_end`, `on_rank_start`, `on_phase` or `on_rank_end` is reported with the plugin and the
-traceback, the other plugins are still called, and the run continues. So it is in `explain_error`, and in the launcher, where
-it is logged, in `notices_before_launch` and `on_launch_end`. A failure in `diagnose` is one more finding. A plugin
+`on_gpu_fault`, `on_fault`, `on_error`, `on_train_end`, `on_rank_start`, `on_phase` or `on_rank_end` is reported with the plugin
+and the traceback, the other plugins are still called, and the run continues. So it is in `explain_error`, and in the launcher,
+where it is logged, in `notices_before_launch` and `on_launch_end`. A failure in `diagnose` is one more finding. A plugin
 that fails in `log_metrics` is not called for metrics again.
 
 To implement hooks, mark methods of a class, or functions of a module, with `@hookimpl`, and name the object in the entry-point
@@ -405,6 +406,14 @@ class HookSpecs:
         Called on the rank with the fault: inside the loop, or in another thread before the loop and where the loop does not
         reach its next step boundary. The largest action of all plugins is used; the core's own counts only if no other plugin
         returns one. Do not use the accelerator here.
+        """
+        raise NotImplementedError
+
+    @_spec
+    def on_fault(self, state: RunState, fault: GpuFault, action: FaultAction) -> None:
+        """notify: it is decided what follows a fault, the largest action of all plugins. On the rank with the fault.
+
+        Called where `on_gpu_fault` was called, just after it. The rank may end soon: write at once what is to remain.
         """
         raise NotImplementedError
 

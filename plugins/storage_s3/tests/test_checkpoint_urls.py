@@ -8,9 +8,11 @@ from click.testing import CliRunner
 from smalti.checkpoint import Chunk, encode_header, read_manifest, verify
 from smalti.cli.entry import smalti
 from smalti.errors import CheckpointError, MissingPlugin, UserError
-from smalti.plugins import Selection, load_plugins
-from smalti.remote import download_to_resume, downloaded, find_to_resume, open_run, open_url
+from smalti.plugins import Selection, load_plugins, open_run
 from smalti.rundir import RunDirectory, acquire
+from smalti_data.remote.checkpoints import RemoteRun
+from smalti_data.remote.place import RemotePlace
+from smalti_data.remote.resuming import download_to_resume, downloaded, find_to_resume
 from smalti_storage_s3.client.storage import S3Storage
 from smalti_storage_s3.mirror.ownership import Lease
 from smalti_storage_s3.mirror.place import Access, open_place
@@ -59,6 +61,12 @@ def call(*arguments: object) -> tuple[int, str]:
     return done.exit_code, done.output
 
 
+def run_of(url: str) -> RemoteRun:
+    place = open_run(url, S3)
+    assert isinstance(place, RemotePlace)
+    return place.run
+
+
 def quiet(_sentence: str) -> None:
     pass
 
@@ -78,7 +86,7 @@ def test_an_inspection_reads_headers_and_not_tensors(url, store, tmp_path):
     run = RunDirectory(tmp_path / "run")
     acquire(run).close()
     push(run, url)
-    found = open_run(url, S3)
+    found = run_of(url)
     [one] = found.all()
     assert found.tensors(one, found.manifest(one), "model")["w"].size == large.size
     assert isinstance(found.storage, S3Storage)
@@ -121,17 +129,17 @@ def test_a_checkpoint_to_resume_from_is_downloaded_once_beside_the_runs_own(run,
     new = RunDirectory(tmp_path / "new")
     new.path.mkdir()
     assert downloaded(new, url) is None
-    path = download_to_resume(open_run(url, S3), url, new, quiet)
+    path = download_to_resume(run_of(url), url, new, quiet)
     assert downloaded(new, url) == downloaded(new, f"{url}/") == path
     assert verify(path).step == 6
     assert path.is_relative_to(new.path / "downloads")
     assert (RunDirectory(path.parent.parent).data / "trained" / "abc" / "photos.arrow").read_bytes() == b"index"
-    again = open_run(url, S3)
+    again = run_of(url)
     assert download_to_resume(again, url, new, quiet) == path
     assert isinstance(again.storage, S3Storage)
     assert again.storage.traffic()["read"].received < 4000
     one = f"{url}/checkpoints/step-00000005"
-    older = download_to_resume(open_run(one, S3), one, new, quiet)
+    older = download_to_resume(run_of(one), one, new, quiet)
     assert read_manifest(older).step == 5
     assert downloaded(new, url) == path
 
@@ -139,17 +147,17 @@ def test_a_checkpoint_to_resume_from_is_downloaded_once_beside_the_runs_own(run,
 def test_a_damaged_checkpoint_is_skipped_unless_it_was_named(run, url, tmp_path):
     replace(url, "checkpoints/step-00000006/model/a.safetensors", OTHER)
     new, said = RunDirectory(tmp_path / "new"), []
-    assert download_to_resume(open_run(url, S3), url, new, said.append).name == "step-00000005"
+    assert download_to_resume(run_of(url), url, new, said.append).name == "step-00000005"
     assert any("skipped step-00000006" in each and "digest" in each for each in said)
     one = f"{url}/checkpoints/step-00000006"
     with pytest.raises(CheckpointError, match="does not match its digest"):
-        download_to_resume(open_run(one, S3), one, new, said.append)
+        download_to_resume(run_of(one), one, new, said.append)
     assert downloaded(new, one) is None
 
 
 def test_where_there_is_no_checkpoint_the_url_is_named(url):
     with pytest.raises(CheckpointError, match="no checkpoint in s3://"):
-        find_to_resume(open_run(url, S3))
+        find_to_resume(run_of(url))
     status, output = call("ls", url)
     assert (status, f"no checkpoint found in {url}" in output) == (2, True)
 
@@ -157,8 +165,8 @@ def test_where_there_is_no_checkpoint_the_url_is_named(url):
 def test_a_url_that_no_plugin_opens_names_the_package_or_the_schemes():
     without = load_plugins(Selection(without=("all",)))
     with pytest.raises((MissingPlugin, UserError)) as refused:
-        open_url("s3://bucket/run", without)
+        open_run("s3://bucket/run", without)
     assert "storage_s3" in refused.value.fix
     with pytest.raises(UserError, match="no plugin opens gs://bucket/run") as refused:
-        open_url("gs://bucket/run", S3)
+        open_run("gs://bucket/run", S3)
     assert "s3://" in refused.value.fix

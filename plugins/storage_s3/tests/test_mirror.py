@@ -13,8 +13,8 @@ from smalti import CheckpointError, UserError
 from smalti.checkpoint import SUSPECT, CheckpointStore, verify
 from smalti.data import LocalStorage, StoredFile
 from smalti.errors import InUseError
-from smalti.remote import RemoteRun
 from smalti.rundir import RunDirectory, acquire
+from smalti_data.remote.checkpoints import RemoteRun
 from smalti_storage_s3.mirror.ownership import Lease, SupersededError, owner_of
 from smalti_storage_s3.mirror.pulling import pull
 from smalti_storage_s3.mirror.upload import CLAIM, Uploader, held

@@ -19,8 +19,8 @@ from PIL import Image
 from smalti.checkpoint import verify
 from smalti.cli.checkpoint import checkpoint
 from smalti.errors import InUseError
-from smalti.remote import RemoteRun
 from smalti.rundir import RunDirectory, acquire
+from smalti_data.remote.checkpoints import RemoteRun
 from smalti_storage_s3.mirror.ownership import Lease, SupersededError
 from smalti_storage_s3.mirror.place import Access, open_place
 from smalti_storage_s3.mirror.pulling import pull

@@ -14,8 +14,8 @@ import pytest
 
 from smalti import UserError
 from smalti.data import LocalStorage
-from smalti.remote import RemoteRun
 from smalti.rundir import RunDirectory, acquire
+from smalti_data.remote.checkpoints import RemoteRun
 from smalti_storage_s3.mirror.ownership import Lease
 from smalti_storage_s3.mirror.process import UploadProcess
 from support.checkpoints import make

@@ -396,7 +396,7 @@ PLUGINS = {
     ),
     "unopened": (
         "what_it_registers_can_be_found_and_imported",
-        ENTRY.format(name="far", factory='smalti.data.storage.protocol:Storage", schemes=("far",), open_url="nowhere'),
+        ENTRY.format(name="far", factory='smalti.data.storage.protocol:Storage", schemes=("far",), open_run="nowhere'),
     ),
     "raising": ("it_finds_its_way_in_a_configuration_that_says_nothing", CHECK + "return config.value('output_dir').name"),
     "no fix": ("it_finds_its_way_in_a_configuration_that_says_nothing", CHECK + "return [Problem(message='bad')]"),

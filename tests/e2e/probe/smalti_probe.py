@@ -214,6 +214,10 @@ class Probe:
         return FaultAction[os.environ["PROBE_FAULT"]] if "PROBE_FAULT" in os.environ else None
 
     @hookimpl
+    def on_fault(self, state, fault, action):
+        self.note("on_fault", kind=fault.kind, action=action.name, step=state.step)
+
+    @hookimpl
     def on_evaluation(self, state, result):
         self.note("on_evaluation", step=result.step)
 

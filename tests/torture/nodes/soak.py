@@ -17,7 +17,7 @@ from pathlib import Path
 from random import Random
 
 from smalti.checkpoint import CheckpointStore, verify
-from smalti.rundir import reset_circuit
+from smalti_health.circuits import reset_circuit
 from smalti_testing import ObjectStore, seaweed
 from smalti_testing.http_receiver import Receiver, status
 from smalti_testing.nvml import FakeNvml

@@ -29,8 +29,6 @@ def values_of(option: Option) -> st.SearchStrategy[object]:
         return st.floats(0, 1, exclude_max=True) | st.integers(1, 100)
     if option.name == "dynamo_backend":
         return st.sampled_from(["inductor", "eager"])
-    if option.name == "phase_deadlines":
-        return st.just(["training=300", "saving=0"])
     if option.name == "disk_low":
         return st.sampled_from(["0", "5GiB", "1.5 TB"])
     if option.name == "nodes":

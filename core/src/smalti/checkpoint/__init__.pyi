@@ -58,6 +58,7 @@ from .format.verification import (
     quick_check as quick_check,
     verify as verify,
 )
+from .places import ListedCheckpoint as ListedCheckpoint, RunPlace as RunPlace
 from .planning import (
     Chunks as Chunks,
     decode_chunks as decode_chunks,

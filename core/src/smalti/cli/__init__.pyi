@@ -13,4 +13,4 @@ from .pages.help import (
     Group as Group,
     Root as Root,
 )
-from .places.checkpoints import Place as Place, PlaceType as PlaceType, opened_checkpoint as opened_checkpoint
+from .places import Place as Place, PlaceType as PlaceType, opened_checkpoint as opened_checkpoint

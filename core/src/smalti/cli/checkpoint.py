@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING
 
 import click
 
-from smalti.checkpoint import Manifest, StoredTensor
+from smalti.checkpoint import ListedCheckpoint, Manifest, StoredTensor
 from smalti.cli.output import counted, format_bytes, print_table, progress_bar
 from smalti.cli.pages.help import Group
-from smalti.cli.places.checkpoints import Listed, Place, PlaceType, RemotePlace, check_new
+from smalti.cli.places import LocalPlace, Place, PlaceType, check_new
 from smalti.errors import CheckpointError
 from smalti.plugins import load_plugins, selection_of
 from smalti.system import parse_bytes
@@ -234,14 +234,13 @@ def export_checkpoint(
     from smalti.training import export
 
     plugins = load_plugins(selection_of((), None, os.environ), strict=False)
-    remote = isinstance(path, RemotePlace)
     groups = ("model",) if averaged is False else ("model", "ema")
     with _exported(path, target, groups, step) as source, progress_bar(f"exporting {path.name}") as progress:
         done = export(
             source,
             target,
             plugins,
-            step=None if remote else step,
+            step=step if isinstance(path, LocalPlace) else None,
             averaged=averaged,
             precision=precision,
             pretrained=pretrained,
@@ -252,7 +251,7 @@ def export_checkpoint(
         )
     if as_json:
         usages = [vars(usage) for usage in done.usages]
-        shown = path.url_of(done.checkpoint.name) if isinstance(path, RemotePlace) else str(done.checkpoint)
+        shown = str(done.checkpoint) if isinstance(path, LocalPlace) else path.url_of(done.checkpoint.name)
         _print_json(vars(done) | {"path": str(done.path), "checkpoint": shown, "usages": usages})
         return
     what = f"{counted(done.tensors, 'averaged tensor' if done.averaged else 'trained tensor')}, {format_bytes(done.size)}"
@@ -267,18 +266,18 @@ def export_checkpoint(
 @contextmanager
 def _exported(place: Place, target: Path, groups: Collection[str], step: int | None) -> Iterator[Path]:
     """The run or checkpoint to export."""
-    if isinstance(place, RemotePlace):
+    if isinstance(place, LocalPlace):
+        yield place.path
+    else:
         check_new(target)
         with place.downloaded(target, groups, step=step) as path:
             yield path
-    else:
-        yield place.path
 
 
 # --- showing --------------------------------------------------------------------------------------------------------
 
 
-def _listed_as_json(each: Listed) -> dict[str, object]:
+def _listed_as_json(each: ListedCheckpoint) -> dict[str, object]:
     if each.manifest:
         return _manifest_as_json(each.path, each.manifest) | {"problem": ""}
     return {"path": each.path, "step": each.step, "problem": each.problem}
@@ -313,7 +312,7 @@ def _groups_as_json(groups: Mapping[str, Mapping[str, StoredTensor]], tensors: b
     return described
 
 
-def _print_verification(each: Listed, problems: Sequence[str]) -> None:
+def _print_verification(each: ListedCheckpoint, problems: Sequence[str]) -> None:
     if each.manifest and not problems:
         click.echo(f"{each.name}  ok  {format_bytes(each.manifest.size)}")
         return

@@ -16,6 +16,7 @@ from smalti.config import Config, LaunchOptions, RunOptions, Schema, package_of_
 from smalti.errors import ExitCode, UserError, problems_in
 from smalti.hookspecs import HookSpecs
 from smalti.launch import check_run, standby_launcher
+from smalti.plugins import is_url, open_run
 from smalti.rundir import RunDirectory
 from smalti.system import Stopped, Terminated, ignore_write_errors, importing, preemption_as_exception
 
@@ -151,15 +152,11 @@ def _bring_checkpoint(config: Config, command_line: CommandLine, *, dry_run: boo
     """Download the checkpoint of --resume_from_checkpoint=URL, on each node that has its own files. A dry run looks for it."""
     options, launch = config[RunOptions], config[LaunchOptions]
     url = options.resume_from_checkpoint
-    if "://" not in url or options.output_dir is None or (launch.machine_rank > 0 and launch.shared_output_dir):
+    if not is_url(url) or options.output_dir is None or (launch.machine_rank > 0 and launch.shared_output_dir):
         return
-    from smalti.remote import download_to_resume, find_to_resume, open_run
-
     found = open_run(url, command_line.plugins, config)
     if dry_run:
-        find_to_resume(found)
+        found.check()
         return
-    path = download_to_resume(
-        found, url, RunDirectory(options.output_dir), lambda sentence: click.echo(f"smalti: {sentence}", err=True)
-    )
+    path = found.bring(RunDirectory(options.output_dir), lambda sentence: click.echo(f"smalti: {sentence}", err=True))
     click.echo(f"smalti: {path} is {url}", err=True)

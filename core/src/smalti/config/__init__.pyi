@@ -16,7 +16,6 @@ from .core_options.run import (
     PluginOptions as PluginOptions,
     RunOptions as RunOptions,
     TrackingOptions as TrackingOptions,
-    deadlines_of as deadlines_of,
 )
 from .core_options.training import (
     ObjectiveOptions as ObjectiveOptions,

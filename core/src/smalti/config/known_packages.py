@@ -227,6 +227,7 @@ PACKAGES = (
     Package(
         plugin="webhooks", folder="health", options=("webhook_config", "webhook_reporting_interval"), commands=("webhook",)
     ),
+    Package(plugin="hangs", folder="health", options=("phase_deadlines", "on_hang")),
     Package(
         plugin="health",
         options=(

@@ -7,7 +7,6 @@ skipped. Importing this module imports no torch; checks of a model family do.
 from __future__ import annotations
 
 import os
-import socket
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
@@ -24,7 +23,7 @@ from smalti.config import (
     ValidationOptions,
     validation_prompts,
 )
-from smalti.errors import CheckpointError, ConfigError, FaultLoopError, InvalidOptionError, Problem, UserError, problems_in
+from smalti.errors import CheckpointError, ConfigError, InvalidOptionError, Problem, UserError, problems_in
 from smalti.hookspecs import HookSpecs
 from smalti.launch.site import launch_entry
 from smalti.plugins import (
@@ -36,10 +35,12 @@ from smalti.plugins import (
     family_entry,
     find_family,
     find_optimizer,
+    is_url,
     known_families,
+    open_run,
     plugin_problems,
 )
-from smalti.rundir import FAULTS_IN_A_ROW, RunDirectory, circuit_file, read_circuit
+from smalti.rundir import RunDirectory
 from smalti.types import DistributedPlan, LaunchEntry
 
 if TYPE_CHECKING:
@@ -65,21 +66,6 @@ class CheckedRun:
     """The checkpoint to resume from. Only the presence and the sizes of its files were checked."""
     notices: tuple[str, ...] = ()
     """About settings of validation images that have no effect."""
-
-
-def refuse_fault_loop(directory: Path, node: int) -> None:
-    """Raise FaultLoopError if the run has ended with the same fault on this host again and again, without getting further."""
-    host = socket.gethostname()
-    fault = read_circuit(directory, node).loop(host)
-    if fault is None:
-        return
-    where = "before its first step" if fault.resumed is None else f"from step {fault.resumed}"
-    file = circuit_file(directory, node)
-    raise FaultLoopError(
-        f"the last {FAULTS_IN_A_ROW} starts {where} on {host} have ended with the same fault of an accelerator: "
-        f"{fault.kind} on rank {fault.rank}{f' ({fault.uuid})' if fault.uuid else ''}: {fault.message}",
-        fix=f"start on another node; or after the repair `smalti health reset {directory}` of smalti-health, or remove {file}",
-    )
 
 
 @dataclass(kw_only=True)
@@ -206,17 +192,14 @@ def _checkpoint(config: Config, plugins: Plugins) -> Path | None:
     None too where only node 0 sees it, and for a URL from which nothing was downloaded yet.
     """
     folder, launch, choice = config[RunOptions].output_dir, config[LaunchOptions], config[RunOptions].resume_from_checkpoint
-    if "://" in choice:
-        from smalti.remote import downloaded, open_run
-
-        open_run(choice, plugins, config)  # raises if no plugin opens it
+    place = open_run(choice, plugins, config) if is_url(choice) else None
     if folder is None or (launch.machine_rank > 0 and not launch.shared_output_dir):
         return None
     from smalti.checkpoint import CheckpointStore, quick_check
 
     run = RunDirectory(folder)
-    if "://" in choice:
-        found = downloaded(run, choice)
+    if place is not None:
+        found = place.brought(run)
         if found is None:
             return None
         choice = str(found)

@@ -30,7 +30,7 @@ from smalti.config import (
 from smalti.data import PreparedData, check_sources, ranks_scan, scan_data, scan_progress, total_steps
 from smalti.errors import ConfigError, ExitCode, TakenOverError
 from smalti.hookspecs import HookSpecs
-from smalti.launch.checks import check_run, refuse_fault_loop
+from smalti.launch.checks import check_run
 from smalti.launch.plan import (
     LaunchPlan,
     allocator_settings,
@@ -84,7 +84,6 @@ class Preparation:
         """
         checked = check_run(config, plugins, thorough=not write)
         directory = RunDirectory(cast(Path, config[RunOptions].output_dir))
-        refuse_fault_loop(directory.path, config[LaunchOptions].machine_rank)
         kind, notices, environment = accelerator_kind(config), [], dict(os.environ)
         if write:
             os.environ.update(allocator_settings(kind, environment))  # torch reads them once, when it first uses a device

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
 from smalti.config import Config
-from smalti.parallel import FailureDetector, LostRankError, Parallel, write_lost_report
+from smalti.parallel import FailureDetector, LostRankError, Parallel, describe_phases, write_lost_report
 from smalti.plugins import Plugins, choose_distributed, rank_observed
 from smalti.rundir import Phases, RunWriter
 from smalti.system import (
@@ -26,7 +26,6 @@ from smalti.system import (
     write_exit_report,
 )
 from smalti.training import (
-    FLIGHT_RECORDER,
     LEAVE_SECONDS,
     FaultWatch,
     Watchdog,
@@ -39,6 +38,9 @@ from smalti.training import (
 )
 from smalti.types import DistributedPlan, Outcome, RunState, StopReason
 
+RECORDED_CALLS = ("TORCH_FR_BUFFER_SIZE", "200")
+"""How many collective calls torch records, for whoever reports a hang. It reads this once, when it joins the process group."""
+
 
 def run_rank(config: Config, plugins: Plugins, writer: RunWriter | None = None) -> Outcome:
     """Build and train on this rank. Called on every rank of the run; a stop returns on all of them.
@@ -47,7 +49,7 @@ def run_rank(config: Config, plugins: Plugins, writer: RunWriter | None = None) 
     """
     plan = choose_distributed(config, plugins)
     if launched():
-        os.environ.setdefault(*FLIGHT_RECORDER)  # torch reads it once, when it joins the process group
+        os.environ.setdefault(*RECORDED_CALLS)
     with ExitStack() as signals, opened(plan, config) as parallel, ExitStack() as closing:
         detector = FailureDetector.create(parallel)
         with exit_reported(detector):
@@ -56,6 +58,7 @@ def run_rank(config: Config, plugins: Plugins, writer: RunWriter | None = None) 
                 with faults.interrupting():
                     writer = become_run(config, parallel, writer, closing)
                     phases = writer.phases if writer is not None else Phases()
+                    describe_phases(phases)
                     faults.info = rank_info(config, plugins, plan, parallel.world, phases)
                     closing.enter_context(rank_observed(plugins, state, faults.info, phases))
                     with memory_explained(plugins, state, faults.info):

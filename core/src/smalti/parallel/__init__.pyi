@@ -30,7 +30,7 @@ from .gloo import (
     break_group as break_group,
     is_connection_error as is_connection_error,
 )
-from .late_ranks import RankWork as RankWork, describe_work as describe_work
+from .late_ranks import RankWork as RankWork, describe_phases as describe_phases, describe_work as describe_work
 from .precision import (
     Products as Products,
     choose_precision as choose_precision,

@@ -2,7 +2,7 @@
 
 Each rank publishes a sign of life beside the process group, with what it does. A rank that works alone for longer than
 `--process_group_timeout` (it encodes, downloads, runs a hook) therefore does not end the run. A rank that shows no sign of life
-for that long does, and so does one that makes no progress beyond the deadline of its phase.
+for that long does, and so does one that makes no progress for that long, or for as long as a plugin says (`describe_work`).
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from dataclasses import asdict, dataclass, field
 from typing import Literal
 
 from smalti.parallel.rank_boards import ProgressBoard
+from smalti.rundir import Phases
+from smalti.system import seconds_without_progress
 
 _SECONDS = 5.0
 """How often a rank gives a sign of life, at most: a request to the store each."""
@@ -59,6 +61,17 @@ def describe_work(describe: Callable[[], RankWork], thread: Thread = "training")
     Until then a rank has to come within the time-out.
     """
     _descriptions[thread] = describe
+
+
+def describe_phases(phases: Phases) -> None:
+    """Let other ranks know in which phase this rank is. After the time-out without progress they need not wait for it."""
+
+    def work() -> RankWork:
+        idle = min(time.monotonic() - phases.active_at, seconds_without_progress())
+        return RankWork(doing=str(phases.current or "starting"), idle=idle, limit=0)
+
+    describe_work(work)
+    describe_work(lambda: RankWork(doing="saving", idle=seconds_without_progress(), limit=0), "saving")
 
 
 def _work_of(thread: Thread) -> RankWork:

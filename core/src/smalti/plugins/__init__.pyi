@@ -15,7 +15,9 @@ from .lookup import (
     family_entry as family_entry,
     find_family as find_family,
     find_optimizer as find_optimizer,
+    is_url as is_url,
     known_families as known_families,
+    open_run as open_run,
 )
 from .observers import (
     ask_each as ask_each,

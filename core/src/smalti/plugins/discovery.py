@@ -22,7 +22,6 @@ BUILT_IN = {
     "events": "smalti.builtin.run_directory",
     "console": "smalti.builtin.console",
     "folders": "smalti.builtin.folders",
-    "hangs": "smalti.builtin.hangs",
 }
 ESSENTIAL = frozenset({"core", "commands", "ddp", "events"})
 

@@ -1,11 +1,19 @@
-"""The model family, strategy and optimizer that a configuration chooses among the registered ones. Imports no torch."""
+"""The family, strategy, optimizer or place that a configuration chooses among the registered ones. Imports no torch."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, cast
 
-from smalti.config import Config, ModelOptions, OptimizerOptions, family_packages, package_of_family, package_of_optimizer
+from smalti.config import (
+    Config,
+    ModelOptions,
+    OptimizerOptions,
+    family_packages,
+    package_of_family,
+    package_of_optimizer,
+    package_of_scheme,
+)
 from smalti.errors import BrokenPlugin, MissingPlugin, UserError, did_you_mean
 from smalti.hookspecs import HookSpecs
 from smalti.plugins.factories import create
@@ -13,6 +21,7 @@ from smalti.plugins.registry import Plugins
 from smalti.types import DistributedPlan, FamilyEntry, OptimizerEntry
 
 if TYPE_CHECKING:
+    from smalti.checkpoint import RunPlace
     from smalti.models import ModelFamily
 
 
@@ -110,3 +119,24 @@ def check_sharding(plan: DistributedPlan, family: ModelFamily) -> None:
         raise UserError(
             f"{plan.title} cannot shard {reason}", fix="train in one process or with DDP, or remove the option that asks for it"
         )
+
+
+def is_url(place: str) -> bool:
+    """Whether a place is not a path."""
+    return "://" in place
+
+
+def open_run(url: str, plugins: Plugins, config: Config | None = None) -> RunPlace:
+    """The run at a URL, from the plugin that registered its scheme. Sends nothing.
+
+    Raises MissingPlugin if that plugin is not installed, and UserError for a scheme that no plugin knows.
+    """
+    scheme = url.partition("://")[0]
+    entries = plugins.gather(HookSpecs.register_storage)
+    for entry in entries:
+        if scheme in entry.schemes:
+            return cast("RunPlace", create(entry, entry.open_run, url, config))
+    if package := package_of_scheme(scheme):
+        raise package.error(f"{url} needs a plugin")
+    known = ", ".join(f"{each}://" for entry in entries for each in entry.schemes)
+    raise UserError(f"no plugin opens {url}", fix=f"give a path, or a URL of {known}" if known else "give a path")

@@ -1,13 +1,9 @@
 from .circuit import (
-    FAULTS_IN_A_ROW as FAULTS_IN_A_ROW,
     Circuit as Circuit,
     CircuitFault as CircuitFault,
     circuit_file as circuit_file,
-    close_circuit as close_circuit,
-    open_circuit as open_circuit,
     read_circuit as read_circuit,
     read_circuits as read_circuits,
-    reset_circuit as reset_circuit,
 )
 from .directory import (
     CONTACT_SHEET as CONTACT_SHEET,

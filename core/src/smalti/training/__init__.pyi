@@ -9,10 +9,8 @@ from .build_run import (
 from .failures.fault_watch import FaultWatch as FaultWatch
 from .failures.leaving import LEAVE_SECONDS as LEAVE_SECONDS
 from .failures.out_of_memory import memory_explained as memory_explained
+from .failures.step_times import ForwardTime as ForwardTime, StepTimes as StepTimes
 from .failures.watchdog import Watchdog as Watchdog
-from .hangs.flight_recorder import FLIGHT_RECORDER as FLIGHT_RECORDER
-from .hangs.forward_time import ForwardTime as ForwardTime
-from .hangs.watch import HangWatch as HangWatch, watch_for_hangs as watch_for_hangs
 from .inference_export import Exported as Exported, export as export
 from .loss import DenoisingLoss as DenoisingLoss, denoising_loss as denoising_loss
 from .opening import become_run as become_run, rank_info as rank_info

@@ -14,7 +14,7 @@ from smalti.data import Beginning, Version, keep, total_steps
 from smalti.errors import CheckpointError
 from smalti.hookspecs import HookSpecs
 from smalti.parallel import RankError
-from smalti.remote import downloaded, is_url
+from smalti.plugins import is_url, open_run
 from smalti.training.checkpointing import empty_snapshot
 from smalti.training.optim.lr_schedule import Cadence
 from smalti.training.optim.optimizers import check_step_sizes
@@ -105,7 +105,7 @@ def chosen_checkpoint(run: Run, choice: str) -> Path | None:
     try:
         if is_url(choice):
             # The launcher has written it before it started the ranks. Only the main rank's choice is used.
-            choice = str(downloaded(run.directory, choice) or choice)
+            choice = str(open_run(choice, run.plugins, run.config).brought(run.directory) or choice)
         shared = run.config[LaunchOptions].shared_output_dir
         return find_on_all_ranks(run.parallel, run.checkpoints, choice, shared=shared)
     except RankError as failure:

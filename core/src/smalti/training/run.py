@@ -32,8 +32,7 @@ from smalti.plugins import Backend, Plugins
 from smalti.rundir import Ownership, Phases, RunDirectory, SmoothedMetrics
 from smalti.system import derive_seed
 from smalti.training.failures.disk_space import DiskSpace
-from smalti.training.failures.step_times import StepTimes
-from smalti.training.hangs.forward_time import ForwardTime
+from smalti.training.failures.step_times import ForwardTime, StepTimes
 from smalti.training.loss import DenoisingLoss
 from smalti.training.metrics import log_metrics, metrics_of
 from smalti.training.optim.ema import Ema

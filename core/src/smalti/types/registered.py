@@ -60,16 +60,17 @@ class StorageEntry(Registered):
     `factory` is "module:callable". The callable takes the `DatasetSpec` and returns a `smalti.data.Storage`. `keys` are the
     keys of its own that a dataset of this type may have. Their values are in the `storage_options` of the spec.
 
-    `open_url`, "module:callable" too, takes a URL with one of the `schemes`, such as "s3", and returns the `Storage` of what
-    is below it. With it, `smalti checkpoint` and `--resume_from_checkpoint` take such URLs in place of paths. The second
-    argument is the `Config` of a run that resumes; None for other commands.
+    `open_run`, "module:callable" too, takes a URL with one of the `schemes`, such as "s3", and returns the
+    `smalti.checkpoint.RunPlace` there: `smalti_data.remote.place.RemotePlace` is one for any storage. With it,
+    `smalti checkpoint` and `--resume_from_checkpoint` take such URLs in place of paths. The second argument is the `Config`
+    of a run that resumes; None for other commands.
     """
 
     kind = "the storage"
     factory: str
     keys: tuple[str, ...] = ()
     schemes: tuple[str, ...] = ()
-    open_url: str = ""
+    open_run: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)

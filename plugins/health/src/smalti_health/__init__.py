@@ -1,4 +1,4 @@
-"""Health of GPUs, and webhooks, as plugins of smalti. Importing this reads nothing."""
+"""Health of GPUs, hangs of ranks, and webhooks, as plugins of smalti. Importing this reads nothing."""
 
 from __future__ import annotations
 

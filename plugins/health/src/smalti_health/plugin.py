@@ -1,13 +1,15 @@
-"""Watches the GPUs of a run, and stops it when one fails."""
+"""Watches the GPUs of a run, stops it when one fails, and keeps the faults that have ended it."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from contextlib import suppress
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from smalti import Config, FaultAction, Finding, GpuFault, OptionGroup, Problem, RankInfo, RunState, hookimpl
+from smalti_health.circuits import close_circuit, loop_problems, record
 from smalti_health.options import GROUP, HealthOptions
 
 if TYPE_CHECKING:
@@ -24,11 +26,13 @@ _ACTIONS = {
 
 
 class Health:
-    """Active on ranks with a GPU, unless `--gpu_health=off`."""
+    """Watches on ranks with a GPU, unless `--gpu_health=off`. Faults are kept in any case: anybody may report one."""
 
     def __init__(self) -> None:
         self._watch: Watch | None = None
         self._stops = True
+        self._info: RankInfo | None = None
+        self._closes = False
 
     @hookimpl
     def declare_options(self) -> list[OptionGroup]:
@@ -36,7 +40,7 @@ class Health:
 
     @hookimpl
     def check_config(self, config: Config) -> list[Problem]:
-        return config.run_checks(_metrics)
+        return config.run_checks(_metrics, loop_problems)
 
     @hookimpl
     def register_commands(self, commands: click.Group) -> None:
@@ -48,6 +52,7 @@ class Health:
     def on_rank_start(self, state: RunState, info: RankInfo) -> None:
         options, world = info.config[HealthOptions], info.world
         self._watch, self._stops = None, options.gpu_health == "stop"
+        self._info, self._closes = info, world.local_rank == 0
         from smalti_health.monitor.requests import device_request
 
         request = device_request(world.rank, world.device)
@@ -71,11 +76,24 @@ class Health:
         self._watch.start()
 
     @hookimpl
+    def on_step_end(self) -> None:
+        """The first step closes the circuit of the node, if a fault has opened it."""
+        if self._closes and self._info is not None:
+            self._closes = False
+            with suppress(OSError):
+                close_circuit(self._info.directory, self._info.world.node)
+
+    @hookimpl
     def on_gpu_fault(self, fault: GpuFault) -> FaultAction | None:
         decision = fault.reading.get("decision")
         if decision is None:
             return FaultAction.CONTINUE if fault.kind == "monitor" else None
         return _ACTIONS.get(str(decision)) if self._stops else FaultAction.CONTINUE
+
+    @hookimpl
+    def on_fault(self, state: RunState, fault: GpuFault, action: FaultAction) -> None:
+        if action >= FaultAction.STOP_SAVED and self._info is not None:
+            record(self._info, state, fault)
 
     @hookimpl
     def diagnose(self) -> list[Finding]:
@@ -85,7 +103,7 @@ class Health:
 
     @hookimpl
     def on_rank_end(self) -> None:
-        watch, self._watch = self._watch, None
+        watch, self._watch, self._info = self._watch, None, None
         if watch is not None:
             watch.stop()
 

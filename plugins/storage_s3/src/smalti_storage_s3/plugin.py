@@ -41,7 +41,7 @@ class StorageS3(MirrorHooks):
                 factory="smalti_storage_s3.client.storage:open_dataset",
                 keys=KEYS,
                 schemes=("s3",),
-                open_url="smalti_storage_s3.mirror.place:open_run_url",
+                open_run="smalti_storage_s3.mirror.place:open_run",
             )
         ]
 

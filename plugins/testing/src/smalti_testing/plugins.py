@@ -244,9 +244,9 @@ def what_it_registers_can_be_found_and_imported(subject: PluginSubject) -> None:
             )
             expect(bool(entry.title), f"{what} has no title")
             _import(entry.factory, what)
-            if isinstance(entry, StorageEntry) and (entry.schemes or entry.open_url):
-                expect(bool(entry.schemes), f"{what}: open_url is never called without schemes")
-                _import(entry.open_url, f"{what}: open_url")
+            if isinstance(entry, StorageEntry) and (entry.schemes or entry.open_run):
+                expect(bool(entry.schemes), f"{what}: open_run is never called without schemes")
+                _import(entry.open_run, f"{what}: open_run")
             if isinstance(entry, CacheEntry) and entry.encoder:
                 _import(entry.encoder, f"{what}: encoder")
 

@@ -78,6 +78,8 @@ CHAPTERS = (
             "smalti:StorageEntry",
             "smalti.data:Storage",
             "smalti.data:StoredFile",
+            "smalti.checkpoint:RunPlace",
+            "smalti.checkpoint:ListedCheckpoint",
         ),
         optional=(
             "smalti.data:Deletes",

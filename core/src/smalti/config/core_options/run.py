@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
-from typing import Annotated, Literal, get_args
+from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BeforeValidator
 
 from smalti.config.core_options.values import names_a_place
 from smalti.config.options import Names, Options, option
-from smalti.rundir import PhaseName
 from smalti.system import parse_bytes
 
 
@@ -22,18 +20,6 @@ def _or_none(value: object) -> object:
 def _zero_is_none(value: object) -> object:
     """0 as no value: the other of two lengths decides."""
     return None if value in (0, "0") and not isinstance(value, bool) else value
-
-
-def _phase_deadlines(pairs: tuple[str, ...]) -> tuple[str, ...]:
-    """Raises ValueError for a pair that is not PHASE=SECONDS."""
-    known = (*get_args(PhaseName), "first_step")
-    for pair in pairs:
-        phase, _, seconds = pair.partition("=")
-        if phase not in known:
-            raise ValueError(f"{phase!r} is not a phase; the phases are {', '.join(known)}")
-        if not re.fullmatch(r"\d+(\.\d+)?", seconds):
-            raise ValueError(f"{pair!r} is not PHASE=SECONDS")
-    return pairs
 
 
 def _size(text: str | None) -> str | None:
@@ -73,22 +59,6 @@ class RunOptions(Options):
         level="advanced",
         ge=1,
     )
-    phase_deadlines: Annotated[Names, AfterValidator(_phase_deadlines)] = option(
-        (),
-        help="PHASE=SECONDS without progress after which a rank hangs, as in training=300. 0 disables that of a phase.",
-        level="advanced",
-    )
-    on_hang: Literal["warn", "stop"] = option(
-        "warn",
-        help="What to do when a rank hangs. warn: report it with all stacks; stop: also save from healthy ranks and stop.",
-        level="advanced",
-    )
-
-
-def deadlines_of(options: RunOptions) -> dict[str, float]:
-    """The values of `phase_deadlines`, by phase."""
-    pairs = (each.partition("=") for each in options.phase_deadlines)
-    return {phase: float(seconds) for phase, _, seconds in pairs}
 
 
 class CheckpointOptions(Options):

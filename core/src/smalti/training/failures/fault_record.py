@@ -1,4 +1,4 @@
-"""What is written of a fault: one line of JSON on standard error, a `health` event of its node, and its circuit."""
+"""What is written of a fault: one line of JSON on standard error and a `health` event of its node."""
 
 from __future__ import annotations
 
@@ -6,10 +6,9 @@ import json
 import logging
 import socket
 import sys
-import time
 from typing import cast
 
-from smalti.rundir import CircuitFault, EventWriter, Ownership, RunDirectory, open_circuit
+from smalti.rundir import EventWriter, Ownership, RunDirectory
 from smalti.types import FaultAction, GpuFault, RankInfo, RunState
 
 PREFIX = "smalti: fault "
@@ -46,19 +45,3 @@ def record_fault(info: RankInfo, state: RunState, fault: GpuFault, action: Fault
         events.close()
     except (OSError, TypeError) as error:  # a reading is not plain JSON, or the disk is full
         _log.warning("the event of the fault is lost: %s", error)
-    if action < FaultAction.STOP_SAVED:
-        return
-    known = CircuitFault(
-        kind=fault.kind,
-        time=time.time(),
-        step=state.step,
-        host=str(fields["host"]),
-        rank=fault.rank,
-        resumed=state.resumed,
-        uuid=str(fields["uuid"]),
-        message=str(fields["message"]),
-    )
-    try:
-        open_circuit(info.directory, info.world.node, known)
-    except OSError as error:
-        _log.warning("the fault could not be recorded: %s", error)

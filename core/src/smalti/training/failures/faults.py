@@ -12,7 +12,7 @@ from smalti.config import RunOptions
 from smalti.data import Batch
 from smalti.errors import GpuFaultError
 from smalti.hookspecs import HookSpecs
-from smalti.plugins import Plugins, ask_each, warn
+from smalti.plugins import Plugins, ask_each, notify_each, warn
 from smalti.training.failures.fault_record import record_fault
 from smalti.training.failures.out_of_memory import is_out_of_memory
 from smalti.training.run import Run
@@ -146,12 +146,13 @@ def answer_reported(run: Run) -> None:
 
 
 def decide(plugins: Plugins, state: RunState, fault: GpuFault, info: RankInfo | None) -> FaultAction:
-    """The largest action of the plugins, which is also recorded where `info` is known."""
+    """The largest action of the plugins. It is recorded where `info` is known, and told to the plugins."""
     answers = ask_each(plugins, HookSpecs.on_gpu_fault, state, fault=fault)
     others = [action for name, action in answers.items() if name != _DEFAULT] or list(answers.values())
     action = max(others, default=FaultAction.STOP_UNSAVED)
     if info is not None:
         record_fault(info, state, fault, action)
+    notify_each(plugins, HookSpecs.on_fault, state, fault=fault, action=action)
     return action
 
 

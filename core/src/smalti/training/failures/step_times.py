@@ -1,12 +1,23 @@
-"""How long steps take on this rank."""
+"""How long steps take on this rank, and the forward passes in them: its own work, without waiting for other ranks.
+
+The time of a whole step is the same on all ranks, because each waits for the slowest. With sharded weights a forward pass waits
+for other ranks too, and then no rank stands out.
+"""
 
 from __future__ import annotations
 
 import math
+import time
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
 
 _KEPT = 200
 _ENOUGH = 5
+_WITH_TIMED_EVENTS = ("cuda", "xpu")
+"""Accelerators, ROCm's among them, whose events tell the time between them."""
 
 
 class StepTimes:
@@ -23,3 +34,41 @@ class StepTimes:
         """Their 95th percentile; None while there are too few. The first step counts only at the beginning."""
         known = sorted(self._seconds.copy())
         return known[math.ceil(0.95 * len(known)) - 1] if len(known) >= _ENOUGH else None
+
+
+class ForwardTime:
+    """Of one rank. Measuring never waits for the accelerator; where its events tell no time, nothing is measured."""
+
+    def __init__(self, device: str) -> None:
+        self._on_device = (kind := torch.device(device).type) != "cpu"
+        self._is_timed = not self._on_device or kind in _WITH_TIMED_EVENTS
+        self._device = device
+        self._running: list[tuple[torch.Event, torch.Event]] = []
+        self._spent = 0.0
+
+    @contextmanager
+    def measured(self) -> Iterator[None]:
+        """Around a forward pass."""
+        if not self._is_timed:
+            yield
+            return
+        if not self._on_device:
+            begin = time.perf_counter()
+            yield
+            self._spent += time.perf_counter() - begin
+            return
+        start, end = (torch.Event(self._device, enable_timing=True) for _ in range(2))
+        start.record()
+        yield
+        end.record()
+        self._running.append((start, end))
+
+    def end_step(self) -> float | None:
+        """After a step, for which the host has waited: the seconds of its passes; None if one has not ended or is not timed."""
+        if not self._is_timed:
+            return None
+        spent, running = self._spent, self._running
+        self._spent, self._running = 0.0, []
+        if not all(end.query() for _, end in running):
+            return None
+        return spent + sum(start.elapsed_time(end) for start, end in running) / 1000

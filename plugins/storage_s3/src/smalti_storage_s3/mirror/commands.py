@@ -16,7 +16,7 @@ from smalti.cli import Command, Group, format_bytes, print_table
 from smalti_storage_s3.mirror.place import Access
 
 if TYPE_CHECKING:
-    from smalti.remote import RemoteRun
+    from smalti_data.remote.checkpoints import RemoteRun
 
 
 def _access(function: Callable[..., object]) -> Callable[..., object]:
@@ -56,7 +56,7 @@ def mirror() -> None:
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def list_checkpoints(place: str, as_json: bool, access: Access) -> None:
     """List the checkpoints of a mirror. PLACE is s3://BUCKET/PREFIX or a folder. Reads only their manifests."""
-    from smalti.remote import UNUSABLE
+    from smalti_data.remote.checkpoints import UNUSABLE
 
     found, rows, described = _open(place, access), [], []
     for each in found.all():
@@ -171,7 +171,7 @@ def push(
 
 
 def _open(place: str, access: Access) -> RemoteRun:
-    from smalti.remote import RemoteRun
+    from smalti_data.remote.checkpoints import RemoteRun
     from smalti_storage_s3.mirror.place import open_place
 
     return RemoteRun(open_place(place, access))

@@ -13,8 +13,9 @@ from smalti import CheckpointError, UserError
 from smalti.checkpoint import CheckpointStore, Entry, parse_checkpoint_name, read_manifest
 from smalti.data import Deletes, Storage
 from smalti.parallel import Communicator, RankError, run_on_all_ranks, run_on_main_rank
-from smalti.remote import RemoteRun, download
 from smalti.rundir import RunDirectory
+from smalti_data.remote.checkpoints import RemoteRun
+from smalti_data.remote.downloads import download
 from smalti_storage_s3.mirror.ownership import Lease
 from smalti_storage_s3.mirror.place import Access, open_place
 from smalti_storage_s3.mirror.pulling import fetch_checkpoint

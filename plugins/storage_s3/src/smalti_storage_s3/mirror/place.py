@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from smalti import Config, UserError
 from smalti.data import LocalStorage, Storage
+
+if TYPE_CHECKING:
+    from smalti.checkpoint import RunPlace
 
 SCHEME = "s3://"
 
@@ -35,11 +39,13 @@ def check_place(place: str) -> None:
         raise UserError(f"{place!r} is not the place of a mirror", fix="s3://BUCKET/PREFIX, or the path of a folder")
 
 
-def open_run_url(url: str, config: Config | None) -> Storage:
-    """The storage of a URL, reached as the mirror of the run is, without a run as the environment says."""
+def open_run(url: str, config: Config | None) -> RunPlace:
+    """The run at a URL, reached as the mirror of the run is, without a run as the environment says."""
+    from smalti_data.remote.place import RemotePlace
     from smalti_storage_s3.mirror.options import MirrorOptions
 
-    return open_place(url, Access() if config is None else config[MirrorOptions].access)
+    access = Access() if config is None else config[MirrorOptions].access
+    return RemotePlace(url, lambda place: open_place(place, access))
 
 
 def open_place(place: str, access: Access, *, create: bool = False) -> Storage:

@@ -10,8 +10,9 @@ from pathlib import Path
 from smalti import CheckpointError
 from smalti.checkpoint import CheckpointStore, Manifest
 from smalti.data import Storage
-from smalti.remote import UNUSABLE, RemoteCheckpoint, RemoteRun, download, download_checkpoint
 from smalti.rundir import RunDirectory
+from smalti_data.remote.checkpoints import UNUSABLE, RemoteCheckpoint, RemoteRun
+from smalti_data.remote.downloads import download, download_checkpoint
 from smalti_storage_s3.mirror.upload import KEPT_FILES, RUN_FILES, WORK
 
 _INCOMING = "incoming"

@@ -10,8 +10,8 @@ import click
 from smalti import UserError
 from smalti.checkpoint import CheckpointStore, parse_checkpoint_name
 from smalti.config import RunOptions
-from smalti.remote import RemoteRun
 from smalti.rundir import RunDirectory
+from smalti_data.remote.checkpoints import RemoteRun
 from smalti_storage_s3.mirror.ownership import check_owner, owner_of
 from smalti_storage_s3.mirror.place import Access, open_place
 from smalti_storage_s3.mirror.pulling import pull

@@ -41,8 +41,9 @@ from smalti.checkpoint import (
     verify,
 )
 from smalti.data import Deletes, Storage, TransfersFiles
-from smalti.remote import TRANSFERS, UNUSABLE, RemoteCheckpoint, RemoteRun
 from smalti.rundir import RunDirectory
+from smalti_data.remote.checkpoints import UNUSABLE, RemoteCheckpoint, RemoteRun
+from smalti_data.remote.downloads import TRANSFERS
 from smalti_storage_s3.mirror.ownership import Lease, create_once
 
 WORK = "mirror"

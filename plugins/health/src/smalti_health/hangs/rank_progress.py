@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from smalti.system import Process
-from smalti.training.hangs.deadlines import Deadlines
+from smalti_health.hangs.deadlines import Deadlines
 
 
 @dataclass(frozen=True, kw_only=True)

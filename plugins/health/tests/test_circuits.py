@@ -2,16 +2,8 @@
 
 import pytest
 
-from smalti.rundir.circuit import (
-    Circuit,
-    CircuitFault,
-    circuit_file,
-    close_circuit,
-    open_circuit,
-    read_circuit,
-    read_circuits,
-    reset_circuit,
-)
+from smalti.rundir import Circuit, CircuitFault, circuit_file, read_circuit, read_circuits
+from smalti_health.circuits import close_circuit, open_circuit, repeated_fault, reset_circuit
 
 
 def fault(kind="ecc", *, resumed=5, host="a", uuid="GPU-1"):
@@ -34,7 +26,7 @@ def fault(kind="ecc", *, resumed=5, host="a", uuid="GPU-1"):
     ],
 )
 def test_three_faults_of_a_kind_from_the_same_step_on_one_host_or_device_are_a_loop(faults, stuck):
-    assert (Circuit(faults=tuple(faults)).loop("a", frozenset({"GPU-1"})) is not None) == stuck
+    assert (repeated_fault(Circuit(faults=tuple(faults)), "a", frozenset({"GPU-1"})) is not None) == stuck
 
 
 def test_a_circuit_opens_closes_and_is_reset(tmp_path):

@@ -12,11 +12,11 @@ from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from smalti import CheckpointError, PreflightError, UserError
 from smalti.checkpoint import GROUPS, MANIFEST, WEIGHTS, FileRecord, Manifest, new_digest
 from smalti.data import MissingFileError, Storage, TransfersFiles
-from smalti.errors import CheckpointError, PreflightError, UserError
-from smalti.remote.checkpoints import CHECKPOINTS, RemoteCheckpoint, RemoteRun
 from smalti.system import atomic_write, format_bytes, free_bytes, fsync_directory
+from smalti_data.remote.checkpoints import CHECKPOINTS, RemoteCheckpoint, RemoteRun
 
 TRANSFERS = 2
 """Files that are sent or downloaded at a time: each takes several connections, and the memory of several parts."""

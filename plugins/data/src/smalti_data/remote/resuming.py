@@ -10,12 +10,12 @@ from fnmatch import fnmatchcase
 from hashlib import sha256
 from pathlib import Path
 
+from smalti import CheckpointError
 from smalti.checkpoint import CheckpointStore, quick_check, read_manifest
-from smalti.errors import CheckpointError
-from smalti.remote.checkpoints import CHECKPOINTS, UNUSABLE, RemoteCheckpoint, RemoteRun
-from smalti.remote.downloads import download, download_checkpoint
 from smalti.rundir import RunDirectory
 from smalti.system import atomic_write
+from smalti_data.remote.checkpoints import CHECKPOINTS, UNUSABLE, RemoteCheckpoint, RemoteRun
+from smalti_data.remote.downloads import download, download_checkpoint
 
 INDEXES = "data/trained/*/*.arrow"
 """The indexes with which checkpoints were trained, with which a resume compares its data."""

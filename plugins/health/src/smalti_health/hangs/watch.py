@@ -19,16 +19,17 @@ from statistics import median
 
 import torch
 
-from smalti.config import RunOptions, deadlines_of
+import smalti
+from smalti import RankInfo, RunState
 from smalti.parallel import ProgressBoard, RankWork, describe_work
 from smalti.system import Process, StackDumps, current_hook, seconds_without_progress
-from smalti.training.failures.step_times import StepTimes
-from smalti.training.hangs.deadlines import Deadlines
-from smalti.training.hangs.flight_recorder import Call, last_calls, own_dump
-from smalti.training.hangs.rank_progress import OwnTime, RankProgress, Standstill, described, process_of, standstill
-from smalti.training.hangs.report import report_hang, report_waiting
-from smalti.training.hangs.stragglers import Stragglers
-from smalti.types import RankInfo, RunState
+from smalti.training import StepTimes
+from smalti_health.hangs.deadlines import Deadlines
+from smalti_health.hangs.flight_recorder import Call, last_calls, own_dump
+from smalti_health.hangs.options import HangOptions
+from smalti_health.hangs.rank_progress import OwnTime, RankProgress, Standstill, described, process_of, standstill
+from smalti_health.hangs.report import report_hang, report_waiting
+from smalti_health.hangs.stragglers import Stragglers
 
 EVERY_SECONDS = 1.0
 PUBLISH_SECONDS = 10.0
@@ -40,7 +41,7 @@ NOTICE_SECONDS = (60.0, 300.0, 1800.0)
 COMPARE_SECONDS = 60.0
 """How often the main rank compares the ranks."""
 _FORWARD_KEPT = 50
-_TORCH, _SMALTI = Path(torch.__file__).parent, Path(__file__).parents[2]
+_TORCH, _SMALTI = Path(torch.__file__).parent, Path(smalti.__file__).parent
 _WAITS = f"{_SMALTI}/parallel/"
 _COLLECTIVES = (f"{_TORCH}/distributed/", f"{_TORCH}/autograd/graph.py", _WAITS, f"{_TORCH}/nn/parallel/")
 """Where a main thread is that waits for other ranks: in a collective call, or in a backward pass that makes some."""
@@ -49,10 +50,10 @@ _MAYBE = (f"{_TORCH}/", f"{_SMALTI}/training/trainer.py")
 _log = logging.getLogger(__name__)
 
 
-def watch_for_hangs(info: RankInfo, state: RunState, options: RunOptions) -> HangWatch:
+def watch_for_hangs(info: RankInfo, state: RunState, options: HangOptions) -> HangWatch:
     """Start the watch of this rank. Its process group exists."""
     board = ProgressBoard.create(info.world.rank) if info.world.size > 1 else None
-    watch = HangWatch(info, state, Deadlines(deadlines_of(options)), board, stops=options.on_hang == "stop")
+    watch = HangWatch(info, state, Deadlines(options.deadlines()), board, stops=options.on_hang == "stop")
     watch.start()
     return watch
 

@@ -8,11 +8,11 @@ import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from smalti import RankInfo, RunState
 from smalti.rundir import EventWriter, Ownership, RunDirectory
 from smalti.system import Process, StackDumps
-from smalti.training.hangs.flight_recorder import Call, sentence
-from smalti.training.hangs.rank_progress import RankProgress, Standstill, described
-from smalti.types import RankInfo, RunState
+from smalti_health.hangs.flight_recorder import Call, sentence
+from smalti_health.hangs.rank_progress import RankProgress, Standstill, described
 
 FOLDER = "hangs"
 _STACK_SECONDS = 5.0

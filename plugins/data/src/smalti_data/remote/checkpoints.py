@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
+from smalti import CheckpointError, UserError
 from smalti.checkpoint import (
     MANIFEST,
     STATE,
@@ -28,7 +29,6 @@ from smalti.checkpoint import (
     parse_checkpoint_name,
 )
 from smalti.data import IntegrityError, MissingFileError, Storage
-from smalti.errors import CheckpointError, UserError
 
 CHECKPOINTS = "checkpoints"
 THREADS = 4

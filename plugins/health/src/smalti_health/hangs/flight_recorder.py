@@ -13,9 +13,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import cast
 
-FLIGHT_RECORDER = ("TORCH_FR_BUFFER_SIZE", "200")
-"""The environment variable with the number of recorded calls, and smalti's value. 0 switches the recorder off."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class Call:

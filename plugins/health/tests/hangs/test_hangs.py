@@ -7,12 +7,12 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from smalti.config import RunOptions, deadlines_of
-from smalti.training.hangs.deadlines import Deadlines
-from smalti.training.hangs.flight_recorder import Call, last_calls, sentence
-from smalti.training.hangs.rank_progress import OwnTime, RankProgress, described, standstill
-from smalti.training.hangs.watch import waits_in
 from smalti.training.trainer import __file__ as TRAINER
+from smalti_health.hangs.deadlines import Deadlines
+from smalti_health.hangs.flight_recorder import Call, last_calls, sentence
+from smalti_health.hangs.options import HangOptions
+from smalti_health.hangs.rank_progress import OwnTime, RankProgress, described, standstill
+from smalti_health.hangs.watch import waits_in
 
 NOW = 10_000.0
 
@@ -40,11 +40,11 @@ def test_the_deadline_of_a_phase(phase, p95, given, seconds):
 
 
 def test_deadlines_are_given_as_pairs_and_others_are_refused():
-    options = RunOptions(phase_deadlines=("training=300", "saving=0", "first_step=2.5"))
-    assert deadlines_of(options) == {"training": 300, "saving": 0, "first_step": 2.5}
+    options = HangOptions(phase_deadlines=("training=300", "saving=0", "first_step=2.5"))
+    assert options.deadlines() == {"training": 300, "saving": 0, "first_step": 2.5}
     for wrong in ("train=3", "training", "training=-1", "training=soon"):
         with pytest.raises(ValidationError, match="is not"):
-            RunOptions(phase_deadlines=(wrong,))
+            HangOptions(phase_deadlines=(wrong,))
 
 
 def test_a_rank_whose_clock_differs_is_late_only_when_its_record_does_not_change():

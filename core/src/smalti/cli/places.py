@@ -1,0 +1,118 @@
+"""Where `smalti checkpoint` finds checkpoints: in folders, or behind URLs such as s3://BUCKET/RUN. Imports no torch."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+import click
+
+from smalti.checkpoint import (
+    GROUPS,
+    MANIFEST,
+    WEIGHTS,
+    CheckpointStore,
+    Entry,
+    ListedCheckpoint,
+    RunPlace,
+    StoredTensor,
+    read_manifest,
+    stored_tensors,
+    verify,
+)
+from smalti.errors import CheckpointError, UserError
+from smalti.plugins import is_url, load_plugins, open_run, selection_of
+
+
+class PlaceType(click.ParamType["Place"]):
+    """An existing folder, or a URL that a plugin opens."""
+
+    name = "path"
+
+    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> Place:
+        text = str(value)
+        if is_url(text):
+            return open_run(text, load_plugins(selection_of((), None, os.environ), strict=False))
+        return LocalPlace(click.Path(exists=True, file_okay=False, path_type=Path).convert(text, param, ctx))
+
+
+class LocalPlace:
+    """A run directory or checkpoint in a folder."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.name = path.name
+
+    def checkpoints(self) -> list[ListedCheckpoint]:
+        """All of them, lowest step first. Reads manifests only."""
+        if is_checkpoint(self.path):
+            return [self.newest()]
+        return [_listed(entry) for entry in entries(self.path)]
+
+    def newest(self) -> ListedCheckpoint:
+        """The newest one whose manifest can be used; without one the newest. Raises BadParameter if there is none."""
+        path = newest(self.path)
+        try:
+            manifest, problem = read_manifest(path), ""
+        except CheckpointError as error:
+            manifest, problem = None, error.message
+        return ListedCheckpoint(
+            name=path.name, path=str(path), step=manifest.step if manifest else 0, manifest=manifest, problem=problem
+        )
+
+    def tensors(self, listed: ListedCheckpoint) -> dict[str, Mapping[str, StoredTensor]]:
+        """Its tensors by group. Reads headers. Raises CheckpointError."""
+        return {group: found for group in (*GROUPS, WEIGHTS) if (found := stored_tensors(Path(listed.path) / group))}
+
+    def problems(self, listed: ListedCheckpoint) -> tuple[str, ...]:
+        """What is wrong with it. Reads every byte."""
+        return verify(Path(listed.path)).problems
+
+
+Place = LocalPlace | RunPlace
+
+
+@contextmanager
+def opened_checkpoint(place: Place, target: Path, groups: Collection[str] | None) -> Iterator[Path]:
+    """The checkpoint at a place; for a run directory, its newest one. In a folder it may be one of another trainer."""
+    if isinstance(place, LocalPlace):
+        has_own = any(CheckpointStore(root).all() for root in (place.path / "checkpoints", place.path))
+        yield newest(place.path) if has_own else place.path
+    else:
+        check_new(target)
+        with place.downloaded(target, groups) as path:
+            yield path
+
+
+def check_new(target: Path) -> None:
+    """Raises UserError before a download if its result could not be written."""
+    if target.exists() or target.is_symlink():
+        raise UserError(f"{target} already exists, and nothing is overwritten", fix="choose a new folder")
+
+
+def is_checkpoint(path: Path) -> bool:
+    return (path / MANIFEST).is_file() or path.name.startswith("step-")
+
+
+def entries(path: Path) -> list[Entry]:
+    """The checkpoints of a run directory, or in a folder. Raises BadParameter if there are none."""
+    for root in (path / "checkpoints", path):
+        if found := CheckpointStore(root).all():
+            return found
+    raise click.BadParameter(f"no checkpoint found in {path}", param_hint="PATH")
+
+
+def newest(path: Path) -> Path:
+    """The checkpoint at `path`; for a run directory, its newest one that can be used."""
+    if is_checkpoint(path):
+        return path
+    found = entries(path)
+    return next((entry.path for entry in reversed(found) if entry.manifest), found[-1].path)
+
+
+def _listed(entry: Entry) -> ListedCheckpoint:
+    return ListedCheckpoint(
+        name=entry.path.name, path=str(entry.path), step=entry.step, manifest=entry.manifest, problem=entry.problem
+    )

@@ -1,1 +1,0 @@
-"""Arguments of commands that are places: folders, or URLs."""
