@@ -8,6 +8,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -97,6 +98,12 @@ def status(code: int, **headers: str) -> Callable[[BaseHTTPRequestHandler], None
     return reply
 
 
+def too_large(handler: BaseHTTPRequestHandler) -> None:
+    handler.send_response(200)
+    handler.send_header("Content-Length", "2000000")
+    handler.end_headers()
+
+
 def cut(handler: BaseHTTPRequestHandler) -> None:
     handler.send_response(200)
     handler.send_header("Content-Length", "1000")
@@ -127,8 +134,10 @@ def slow_body(handler: BaseHTTPRequestHandler) -> None:
     slow_header(handler)
 
 
-def endless(handler: BaseHTTPRequestHandler) -> None:
-    handler.send_response(200)
+def endless(handler: BaseHTTPRequestHandler, code: int = 200, **headers: str) -> None:
+    handler.send_response(code)
+    for name, value in headers.items():
+        handler.send_header(name, value)
     handler.end_headers()
     try:
         for _ in range(1000):
@@ -163,7 +172,7 @@ def test_a_server_that_sends_a_byte_now_and_then_reaches_the_deadline(
         (status(404), "404 Not Found"),
         (status(403), "403 Forbidden"),
         (status(302, Location="ftp://127.0.0.1/a"), "302 Found"),
-        (status(200, Content_Length="2000000"), "larger than 1 MB"),
+        (too_large, "larger than 1 MB"),
         (endless, "larger than 1 MB"),
     ],
 )
@@ -182,6 +191,35 @@ def test_private_addresses_are_refused(server: WebServer, client: Client, host: 
     with pytest.raises(RefusedError, match="no public address"):
         replace(client, private_addresses=False).get(f"http://{host}:{server.port}/a")
     assert not server.requests
+
+
+def test_redirects_are_followed_without_their_bodies_and_not_forever(server: WebServer, client: Client) -> None:
+    server.files["/b"] = b"content"
+    server.replies["/a"] = [partial(endless, code=302, Location="/b")]
+    assert client.get(f"{server.url}/a") == b"content"
+    server.replies["/a"] = [status(302, Location="/a")] * 20
+    with pytest.raises(RefusedError, match="302 Found"):
+        client.get(f"{server.url}/a")
+    assert server.requests["/a"] == 12
+
+
+def test_a_proxy_of_the_environment_is_used_and_a_redirect_past_it_is_checked(
+    server: WebServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("http_proxy", "no_proxy"):
+        monkeypatch.delenv(name.upper(), raising=False)
+    monkeypatch.setenv("http_proxy", server.url.removeprefix("http://"))
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    client = Client(most_bytes=1 << 20, seconds=5, first_wait=0.001)
+    server.files |= {"http://images.test/a": b"content", "/secret": b"secret"}
+    assert client.get("http://images.test/a") == b"content"
+    server.replies["http://images.test/b"] = [status(302, Location=f"{server.url}/secret")]
+    with pytest.raises(RefusedError, match=r"127\.0\.0\.1 has no public address"):
+        client.get("http://images.test/b")
+    assert server.requests == {"http://images.test/a": 1, "http://images.test/b": 1}
+    monkeypatch.setenv("http_proxy", "gopher://images.test")
+    with pytest.raises(FailedError, match="Unknown scheme for proxy URL"):
+        replace(client).get("http://images.test/a")
 
 
 @pytest.mark.parametrize("url", ["file:///etc/passwd", "/etc/passwd", "http://[bad", "ftp://host/a", "http:///a"])

@@ -2,29 +2,29 @@
 
 from __future__ import annotations
 
-import http.client
+import asyncio
 import ipaddress
 import random
 import socket
 import ssl
-import threading
 import time
-from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass, field
-from email.message import Message
-from functools import partial
 from importlib.metadata import version
 from typing import Any
-from urllib import request
-from urllib.error import HTTPError, URLError
-from urllib.parse import quote, urlsplit
+from urllib.parse import urlsplit
+from urllib.request import getproxies, proxy_bypass
 
-_BLOCK = 1 << 16
+import httpcore2
+import httpx2
+
 _LONGEST_WAIT = 30.0
 _SILENCE = 15.0
 """Seconds without a byte after which a connection has failed."""
 _TRANSIENT = (408, 425, 429, 500, 502, 503, 504)
+_MOVED = (301, 302, 303, 307, 308)
+_MOST_REDIRECTS = 10
+_PASSING = (OSError, ImportError, httpcore2.NetworkError, httpcore2.ProtocolError, httpcore2.ProxyError)
+"""An ImportError is a SOCKS proxy whose package is missing: it says nothing about the file."""
 
 
 class RefusedError(Exception):
@@ -35,8 +35,12 @@ class FailedError(Exception):
     """All attempts failed for reasons that may pass: time-outs, lost connections, servers that are overloaded."""
 
 
-class _PrivateAddressError(OSError):
-    """The host has no public address."""
+class _AgainError(Exception):
+    """An attempt failed for a reason that may pass."""
+
+    def __init__(self, message: str, retry_after: float = 0.0) -> None:
+        super().__init__(message)
+        self.retry_after = retry_after
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,20 +58,13 @@ class Client:
     private_addresses: bool = False
     first_wait: float = 1.0
     _tls: ssl.SSLContext = field(default_factory=ssl.create_default_context, init=False, repr=False)
-    _proxies: dict[str, str] = field(default_factory=request.getproxies, init=False, repr=False)
+    _proxies: dict[str, str] = field(default_factory=getproxies, init=False, repr=False)
 
     def get(self, url: str) -> bytes:
         """The file at an http or https URL. Raises RefusedError or FailedError with the reason."""
-        try:
-            parts = urlsplit(url.strip())
-        except ValueError as error:
-            raise RefusedError(str(error)) from error
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise RefusedError("not the address of a web server: it must begin with http:// or https://")
-        address = quote(url.strip(), safe="%/:=&?~#+!$,;'@()*[]")
         for attempt in range(self.attempts):
             try:
-                return self._attempt(address)
+                return self._attempt(url)
             except _AgainError as error:
                 if attempt + 1 == self.attempts:
                     raise FailedError(f"{error}, in {self.attempts} attempts") from error
@@ -76,158 +73,94 @@ class Client:
         raise AssertionError("at least one attempt")
 
     def _attempt(self, url: str) -> bytes:
-        connections: list[http.client.HTTPConnection] = []
-        deadline = time.monotonic() + self.seconds
-        # A server that sends a header byte by byte causes no time-out of the socket.
-        timer = threading.Timer(self.seconds, _shut, (connections,))
-        timer.daemon = True
-        timer.start()
         try:
-            found = request.Request(url, headers={"User-Agent": f"smalti/{version('smalti')}", "Accept-Encoding": "identity"})
-            with self._opener(connections).open(found, timeout=min(self.seconds, _SILENCE)) as response:
-                return self._body(response, deadline)
-        except HTTPError as error:
-            error.close()
-            text = f"{error.code} {http.client.responses.get(error.code, '')}".strip()
-            if error.code in _TRANSIENT:
-                raise _AgainError(text, _seconds(error.headers)) from error
-            raise RefusedError(text) from error
-        except (OSError, http.client.HTTPException, ValueError) as error:
-            reason = error.reason if isinstance(error, URLError) and isinstance(error.reason, Exception) else error
-            if isinstance(reason, _PrivateAddressError | ssl.SSLCertVerificationError) or type(reason) is ValueError:
+            address = httpx2.URL(urlsplit(url.strip()).geturl())
+            if not _is_web(address):
+                raise RefusedError("not the address of a web server: it must begin with http:// or https://")
+            return asyncio.run(self._download(address))
+        except (ValueError, httpx2.InvalidURL) as error:
+            raise RefusedError(str(error)) from error
+        except (TimeoutError, httpcore2.TimeoutException) as error:
+            raise _AgainError("the server took too long") from error
+        except _PASSING as error:
+            reason = _innermost(error)
+            if isinstance(reason, ssl.SSLCertVerificationError):
                 raise RefusedError(str(reason)) from error
-            if time.monotonic() > deadline or isinstance(reason, TimeoutError):
-                raise _AgainError("the server took too long") from error
             raise _AgainError(str(reason) or type(reason).__name__) from error
-        finally:
-            timer.cancel()
 
-    def _body(self, response: Any, deadline: float) -> bytes:
-        length = response.headers.get("Content-Length", "")
-        announced = int(length) if length.isdecimal() else None
-        if announced is not None and announced > self.most_bytes:
-            raise RefusedError(f"larger than {self.most_bytes >> 20} MB")
+    async def _download(self, url: httpx2.URL) -> bytes:
+        agent = [("User-Agent", f"smalti/{version('smalti')}"), ("Accept-Encoding", "identity")]
+        limits = dict.fromkeys(("connect", "read", "write"), min(self.seconds, _SILENCE))
+        async with asyncio.timeout(self.seconds):
+            for left in reversed(range(_MOST_REDIRECTS + 1)):
+                async with (
+                    self._pool(url) as pool,
+                    pool.stream("GET", str(url), headers=agent, extensions={"timeout": limits}) as response,
+                ):
+                    headers = httpx2.Headers(response.headers)
+                    if 200 <= response.status < 300:
+                        return await self._body(response, headers.get("Content-Length", ""))
+                    target = url.join(headers["Location"]) if "Location" in headers else None
+                    if response.status not in _MOVED or target is None or not _is_web(target) or not left:
+                        break
+                    url = target
+        text = f"{response.status} {httpx2.codes.get_reason_phrase(response.status)}".strip()
+        if response.status in _TRANSIENT:
+            wait = headers.get("Retry-After", "")
+            raise _AgainError(text, float(wait) if wait.isdecimal() else 0.0)
+        raise RefusedError(text)
+
+    async def _body(self, response: httpcore2.Response, length: str) -> bytes:
         found = bytearray()
-        while block := response.read1(_BLOCK):
+        if length.isdecimal() and int(length) > self.most_bytes:
+            raise RefusedError(f"larger than {self.most_bytes >> 20} MB")
+        async for block in response.aiter_stream():
             found += block
             if len(found) > self.most_bytes:
                 raise RefusedError(f"larger than {self.most_bytes >> 20} MB")
-            if time.monotonic() > deadline:
-                break
-        if time.monotonic() > deadline:  # a response that was shut down looks complete
-            raise TimeoutError
         if not found:
             raise _AgainError("the server sent nothing")
-        if announced is not None and len(found) != announced:
-            raise _AgainError(f"the connection ended after {len(found)} of {announced} bytes")
         return bytes(found)
 
-    def _opener(self, connections: list[http.client.HTTPConnection]) -> request.OpenerDirector:
-        """Follows redirects to http and https alone; each connection checks the address that it connects to."""
-        opener = request.OpenerDirector()
-        connect = partial(_connected, self._is_allowed)
-        handlers = (
-            request.ProxyHandler(self._proxies),
-            _Http(connect, connections),
-            _Https(connect, connections, self._tls),
-            _Redirects(),
-            request.HTTPErrorProcessor(),
-            request.HTTPDefaultErrorHandler(),
-            request.UnknownHandler(),
-        )
-        for handler in handlers:
-            opener.add_handler(handler)
-        return opener
-
-    def _is_allowed(self, host: str, address: str) -> bool:
-        if self.private_addresses or any(urlsplit(proxy).hostname == host for proxy in self._proxies.values()):
-            return True
-        found = ipaddress.ip_address(address.partition("%")[0])
-        found = getattr(found, "ipv4_mapped", None) or found
-        return found.is_global and not found.is_multicast
-
-
-class _AgainError(Exception):
-    """An attempt failed for a reason that may pass."""
-
-    def __init__(self, message: str, retry_after: float = 0.0) -> None:
-        super().__init__(message)
-        self.retry_after = retry_after
-
-
-_Connect = Callable[..., socket.socket]
-
-
-class _Connection(http.client.HTTPConnection):
-    def __init__(self, connect: _Connect, known: list[http.client.HTTPConnection], *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._create_connection = connect
-        known.append(self)
-
-
-class _SecureConnection(http.client.HTTPSConnection):
-    def __init__(self, connect: _Connect, known: list[http.client.HTTPConnection], *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._create_connection = connect
-        known.append(self)
-
-
-class _Redirects(request.HTTPRedirectHandler):
-    """Follows them to other web servers, and not to files or FTP."""
-
-    def redirect_request(
-        self, req: request.Request, fp: Any, code: int, msg: str, headers: Any, newurl: str
-    ) -> request.Request | None:
-        if urlsplit(newurl).scheme not in ("http", "https"):
-            return None
-        return super().redirect_request(req, fp, code, msg, headers, newurl)
-
-
-class _Http(request.HTTPHandler):
-    def __init__(self, connect: _Connect, known: list[http.client.HTTPConnection]) -> None:
-        super().__init__()
-        self._connection = partial(_Connection, connect, known)
-
-    def http_open(self, req: request.Request) -> http.client.HTTPResponse:
-        return self.do_open(self._connection, req)
-
-
-class _Https(request.HTTPSHandler):
-    def __init__(self, connect: _Connect, known: list[http.client.HTTPConnection], tls: ssl.SSLContext) -> None:
-        super().__init__(context=tls)
-        self._connection = partial(_SecureConnection, connect, known, context=tls)
-
-    def https_open(self, req: request.Request) -> http.client.HTTPResponse:
-        return self.do_open(self._connection, req)
-
-
-def _connected(
-    is_allowed: Callable[[str, str], bool], address: tuple[str, int], timeout: float, *others: object
-) -> socket.socket:
-    """Connects to the first address of a host that answers. The address is checked and used: it is not looked up again."""
-    host, port = address
-    failure: OSError = _PrivateAddressError(f"{host} has no public address; csv_allow_private_addresses: true allows it")
-    for family, kind, protocol, _, place in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
-        if not is_allowed(host, str(place[0])):
-            continue
-        connection = socket.socket(family, kind, protocol)
+    def _pool(self, url: httpx2.URL) -> httpcore2.AsyncConnectionPool:
+        address = self._proxies.get(url.scheme)
+        if address is None or proxy_bypass(url.host):
+            backend = httpcore2.AnyIOBackend() if self.private_addresses else _PublicAddresses()
+            return httpcore2.AsyncConnectionPool(ssl_context=self._tls, network_backend=backend)
         try:
-            connection.settimeout(timeout)
-            connection.connect(place)
-        except OSError as error:
-            connection.close()
-            failure = error
-        else:
-            return connection
-    raise failure
+            found = httpx2.Proxy(address if "://" in address else f"http://{address}")
+        except (ValueError, httpx2.InvalidURL) as error:
+            raise _AgainError(str(error)) from error
+        proxy = httpcore2.Proxy(str(found.url), auth=found.raw_auth)
+        return httpcore2.AsyncConnectionPool(ssl_context=self._tls, proxy=proxy)
 
 
-def _shut(connections: list[http.client.HTTPConnection]) -> None:
-    for connection in connections:
-        with suppress(OSError, AttributeError):
-            connection.sock.shutdown(socket.SHUT_RDWR)
+class _PublicAddresses(httpcore2.AnyIOBackend):
+    """Connects to the first public address of a host that answers. What is checked is used: it is not looked up again."""
+
+    async def connect_tcp(self, host: str, port: int, *args: Any, **kwargs: Any) -> httpcore2.AsyncNetworkStream:
+        failure: Exception = RefusedError(f"{host} has no public address; csv_allow_private_addresses: true allows it")
+        for *_, place in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
+            if _is_public(str(place[0])):
+                try:
+                    return await super().connect_tcp(str(place[0]), port, *args, **kwargs)
+                except (httpcore2.ConnectError, httpcore2.ConnectTimeout) as error:
+                    failure = error
+        raise failure
 
 
-def _seconds(headers: Message) -> float:
-    text = headers.get("Retry-After", "")
-    return float(text) if text.isdecimal() else 0.0
+def _is_public(address: str) -> bool:
+    found = ipaddress.ip_address(address.partition("%")[0])
+    found = getattr(found, "ipv4_mapped", None) or found
+    return found.is_global and not found.is_multicast
+
+
+def _is_web(url: httpx2.URL) -> bool:
+    return url.scheme in ("http", "https") and bool(url.host)
+
+
+def _innermost(error: BaseException) -> BaseException:
+    """What the system or TLS said, of an error that was raised while another was handled."""
+    while cause := error.__cause__ or error.__context__:
+        error = cause
+    return error
