@@ -19,7 +19,6 @@ import click
 from smalti.checkpoint import STATE, read_state
 from smalti.config import (
     Config,
-    LaunchOptions,
     ModelOptions,
     OptimizerOptions,
     RunOptions,
