@@ -11,9 +11,7 @@ from smalti_testing.protocols import CHAPTERS, page
 
 NOT_FOR_PLUGINS = {
     "Display",  # the console's own
-    "MicroBatch",
     "Named",
-    "Precision",
     "Quantile",
 }
 """Protocols that only the core implements and uses. Any other belongs on the page."""

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
+from graphlib import TopologicalSorter
 from importlib import import_module
 from pathlib import Path
 from typing import Literal
@@ -196,3 +197,11 @@ def test_every_room_has_a_short_readme(base):
 def test_unit_tests_lie_in_folders_named_after_the_rooms(root):
     folders = {path.name for path in (root / "tests/unit").iterdir() if path.name != "__pycache__"}
     assert folders <= FLOOR.keys()
+
+
+def test_no_modules_import_each_other_in_a_circle(modules, homes):
+    graph = {
+        module: {target(each, homes, modules) for each in imports(path)} & modules.keys() - {module}
+        for module, path in modules.items()
+    }
+    TopologicalSorter(graph).prepare()  # raises a CycleError that names them

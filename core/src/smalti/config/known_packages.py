@@ -178,7 +178,7 @@ PACKAGES = (
             "grace_seconds",
             "stop_on_drain",
         ),
-        commands=("launch", "doctor nodes"),
+        commands=("launch", "nodes"),
         nodes=(
             ("SLURM_NODEID", "SLURM_STEP_NUM_NODES"),
             ("NODE_RANK", "NNODES"),

@@ -43,7 +43,8 @@ class Cluster:
     def register_commands(self, commands: CommandCollector) -> None:
         summary = "Write the job with which SLURM or Kubernetes starts a run."
         commands.add_deferred("smalti_cluster.jobs.commands:launch", summary, section="Training")
-        commands.below("doctor").add_deferred("smalti_cluster.checks.command:nodes", "Check several nodes against each other.")
+        summary = "Check several nodes against each other."
+        commands.add_deferred("smalti_cluster.checks.command:nodes", summary, section="Node")
 
     @hookimpl
     def configure_launch(self, config: Config) -> LaunchEntry | None:

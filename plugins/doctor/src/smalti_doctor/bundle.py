@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
-from smalti.errors import UserError
+from smalti import UserError
 from smalti.rundir import RunDirectory
 from smalti_doctor.masking import Mask
 from smalti_doctor.report import Report

@@ -10,12 +10,11 @@ from pathlib import Path
 
 import click
 
+from smalti import ConfigError, Finding, InvalidOptionError, UserError, problems_in
 from smalti.cli import Command, CommandLine, Root, counted, print_table
 from smalti.config import Config, RunOptions, as_toml, package_of_command
-from smalti.errors import ConfigError, InvalidOptionError, UserError, problems_in
 from smalti.plugins import Plugins, load_plugins, selection_of
 from smalti.rundir import RunDirectory
-from smalti.types import Finding
 from smalti_doctor.bundle import write_bundle
 from smalti_doctor.checks.storage import existing
 from smalti_doctor.child import run_in_child
@@ -90,13 +89,12 @@ def doctor(
 
 
 def _nodes_command() -> click.Command:
-    """The command that compares nodes, which another package adds below this one. Raises MissingPlugin without it."""
+    """`smalti nodes`, which is another package's. Raises MissingPlugin without it."""
     context = click.get_current_context()
-    root, found = context.find_root().command, None
-    if isinstance(root, Root):
-        found = root.from_plugins().below("doctor").get_command(context, "nodes")
+    root = context.find_root().command
+    found = root.get_command(context, "nodes") if isinstance(root, Root) else None
     if found is None:
-        package = package_of_command("doctor nodes")
+        package = package_of_command("nodes")
         assert package is not None, "the table of packages names it"
         raise package.error(f"--nodes and --hosts belong to {package.distribution}")
     return found

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import cast
 from urllib.parse import quote, quote_plus
 
+from smalti import InvalidOptionError
 from smalti.config import PREFIX, Config
-from smalti.errors import InvalidOptionError
 
 MASKED = "***"
 _ADDRESS = re.compile(r"https?://[^\s\"'<>\\]+")

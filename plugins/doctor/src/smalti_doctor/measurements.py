@@ -10,9 +10,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from smalti import Finding
 from smalti.parallel import device_model_of
 from smalti.plugins import CacheFile
-from smalti.types import Finding
 from smalti_doctor.child import ChildResult, run_in_child
 from smalti_doctor.measure import SECONDS, DiskMeasurement, Measurement, measure_disk
 from smalti_doctor.report import Section

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from smalti import Finding, InvalidOptionError
 from smalti.config import Config, LaunchOptions, RunOptions
-from smalti.errors import InvalidOptionError
 from smalti.plugins import Plugins, summary
-from smalti.types import Finding
 from smalti_doctor.checks.devices import SECONDS, devices
 from smalti_doctor.checks.environment import environment
 from smalti_doctor.checks.host import host

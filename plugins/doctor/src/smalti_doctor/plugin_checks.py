@@ -5,11 +5,10 @@ from __future__ import annotations
 from contextlib import suppress
 from functools import partial
 
+from smalti import Finding, InvalidOptionError
 from smalti.config import Config
-from smalti.errors import InvalidOptionError
 from smalti.hookspecs import HookSpecs
 from smalti.plugins import Plugins, summary
-from smalti.types import Finding
 from smalti_doctor.time_limits import run_within
 
 SECONDS = 30.0

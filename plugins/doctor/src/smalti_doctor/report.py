@@ -8,8 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
 
-from smalti.errors import ExitCode
-from smalti.types import Finding
+from smalti import ExitCode, Finding
 
 SCHEMA = 1
 """Of the JSON. Keys are added within a schema; none is removed and none changes its meaning."""

@@ -31,7 +31,7 @@ _COLOURS = {"ok": "green"}
     cls=Command,
     context_settings={"ignore_unknown_options": True},
     options_metavar="[CONFIG] [--OPTION=VALUE]...",
-    examples=("smalti doctor --nodes --hosts=a,b,c --output_dir=/shared/run",),
+    examples=("smalti nodes config.toml --num_machines=4", "smalti nodes --hosts=a,b,c --output_dir=/shared/run"),
 )
 @click.argument("arguments", metavar="", nargs=-1, type=click.UNPROCESSED)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")

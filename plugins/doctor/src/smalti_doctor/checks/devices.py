@@ -12,8 +12,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, cast
 
+from smalti import Finding, FindingLevel
 from smalti.system import format_bytes
-from smalti.types import Finding, FindingLevel
 from smalti_doctor.child import ChildResult, run_in_child
 from smalti_doctor.report import Section
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 
 import psutil
 
-from smalti.types import Finding
+from smalti import Finding
 from smalti_doctor.masking import Mask
 from smalti_doctor.report import Section
 

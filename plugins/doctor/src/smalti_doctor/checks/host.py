@@ -9,7 +9,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 
-from smalti.types import Finding, FindingLevel
+from smalti import Finding, FindingLevel
 from smalti_doctor.report import Section
 from smalti_doctor.time_limits import run_within
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import psutil
 
+from smalti import Finding
 from smalti.system import format_bytes
-from smalti.types import Finding
 from smalti_doctor.checks.cgroups import memory_limit
 from smalti_doctor.report import Section
 

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import psutil
 
+from smalti import Finding
 from smalti.rundir import RunDirectory, find_runs
 from smalti.system import format_bytes
-from smalti.types import Finding
 from smalti_doctor.report import Section
 
 _SECONDS = 20.0

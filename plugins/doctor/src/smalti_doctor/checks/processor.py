@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from smalti.types import Finding
+from smalti import Finding
 from smalti_doctor.checks.cgroups import cpu_quota
 from smalti_doctor.report import Section
 

@@ -14,8 +14,8 @@ from pathlib import Path
 from packaging.requirements import InvalidRequirement, Requirement
 from packaging.utils import canonicalize_name
 
+from smalti import Finding
 from smalti.plugins import Plugins
-from smalti.types import Finding
 from smalti_doctor.report import Section
 
 _COMPILERS = ("c++", "g++", "clang++")

@@ -11,8 +11,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from smalti import Finding
 from smalti.system import format_bytes
-from smalti.types import Finding
 from smalti_doctor.report import Section
 
 _GIB = 1 << 30
