@@ -8,8 +8,8 @@ from pathlib import Path
 
 import click
 
-from smalti.cli import dataset_report as report
 from smalti.cli.arguments import CommandLine
+from smalti.cli.pages import dataset_report as report
 from smalti.cli.pages.help import Group
 from smalti.config import Config, DataOptions, ModelOptions, RunOptions
 from smalti.data import (
