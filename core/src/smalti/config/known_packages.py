@@ -161,7 +161,10 @@ PACKAGES = (
         families=("toy",),
     ),
     Package(
-        plugin="plan", options=("memory_forecast",), commands=("plan",), caches=("model-facts", "plan-calibrations", "rehearsals")
+        plugin="plan",
+        options=("memory_forecast",),
+        commands=("plan",),
+        caches=("model-facts", "plan-calibrations", "rehearsals"),
     ),
     Package(plugin="optimizers", optimizers=("adamw8bit", "lion", "prodigy", "stableadamw")),
     Package(plugin="plots"),
