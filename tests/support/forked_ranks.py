@@ -128,8 +128,8 @@ class ForkServer:
 
     def __init__(self, module: str) -> None:
         self._line, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        here = str(Path(__file__).parents[1])
-        path = os.pathsep.join(filter(None, (here, os.environ.get("PYTHONPATH"))))
+        helpers = [folder for folder in sys.path if Path(folder).name == "tests"]  # those that tests of packages use too
+        path = os.pathsep.join(filter(None, (*helpers, os.environ.get("PYTHONPATH"))))
         with theirs:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", module, str(theirs.fileno())],
