@@ -66,7 +66,7 @@ def opened(arguments: list[str], closing: ExitStack) -> Run:
     command_line = CommandLine.parse([*arguments, "--without=console", "--without=plots"])
     config, plugins = command_line.config(), command_line.plugins
     prepared = Preparation.of(config, plugins, write=True)
-    config, writer = prepared.config, prepared.writer  # with the precision of this machine
+    config, writer = prepared.config, prepared.site.writer  # with the precision of this machine
     assert writer is not None, "no other node and no group has the directory"
     closing.enter_context(writer)
     plan = choose_distributed(config, plugins)

@@ -87,8 +87,8 @@ def command_line(words: list[str], variables: dict[str, str], place: Path) -> tu
         if self.plan.launcher == "in-process":
             return ordinary(self, standby)
         write_launch_files(self.directory, self.config, self.plugins, self.plan)
-        if self.writer is not None:
-            self.writer.close()  # the first rank takes the directory itself
+        if self.site.writer is not None:
+            self.site.writer.close()  # the first rank takes the directory itself
         waiting.append((str(self.directory.path), len(self.plan.ranks)))
         return 0
 

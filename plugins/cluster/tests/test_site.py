@@ -4,16 +4,20 @@ import socket
 import sys
 
 import pytest
+from PIL import Image
 from torch.distributed.run import config_from_args, parse_args
 
+from smalti.config import TrainingOptions
 from smalti.config.resolution import resolve
 from smalti.errors import ConfigError, PreflightError
 from smalti.launch.plan import LaunchPlan
 from smalti.launch.preflight import Preparation
 from smalti.launch.site import launch_entry
+from smalti.parallel.devices import native_bf16
 from smalti.plugins.discovery import Selection, load_plugins
 from smalti.plugins.schema import schema_of
 from smalti.rundir.directory import RunDirectory
+from smalti.rundir.writer import acquire
 from smalti.types import DistributedPlan
 from smalti_cluster.site import NodesSite, check_port
 
@@ -32,6 +36,12 @@ def plan(plugins, tmp_path):
     return planned
 
 
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return int(probe.getsockname()[1])
+
+
 def elastic(found: LaunchPlan):
     """The launch as torch's launcher understands the command."""
     assert found.command[:3] == (sys.executable, "-m", "torch.distributed.run")
@@ -42,7 +52,7 @@ def elastic(found: LaunchPlan):
 @pytest.fixture
 def wanted(configure, tmp_path):
     """wanted("--flag", ...) -> a configuration that could train, but for what the flags spoil."""
-    (tmp_path / "pictures").mkdir()
+    (tmp_path / "pictures").mkdir(exist_ok=True)
     flags = ("--model_family=toy", "--max_train_steps=1", f"--instance_data_dir={tmp_path / 'pictures'}", "--use_cpu")
     return lambda *more: configure(*flags, f"--output_dir={tmp_path / 'run'}", *more)
 
@@ -73,6 +83,27 @@ def test_num_processes_counts_the_ranks_of_all_machines(configure, plan):
 def test_one_rank_on_each_of_two_machines_is_launched_too(configure, plan):
     found = plan(configure("--num_processes=2", "--num_machines=2", "--main_process_ip=10.0.0.1"))
     assert elastic(found)[0].nproc_per_node == 1
+
+
+def test_machines_that_join_take_what_the_first_one_has_chosen(wanted, plugins, tmp_path, monkeypatch):
+    """On a processor that oneDNN may use up to AVX2 only, so that bf16 is emulated."""
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2")
+    native_bf16.cache_clear()
+    flags = ("--num_processes=2", "--num_machines=2", "--main_process_ip=127.0.0.1", "--resolution=16")
+    flags = (*flags, "--caption_strategy=filename", f"--main_process_port={free_port()}")
+    config = wanted(*flags)
+    Image.new("RGB", (16, 16)).save(tmp_path / "pictures/a.png")
+    Image.new("RGB", (16, 16), "red").save(tmp_path / "pictures/b.png")
+    first = Preparation.of(config, plugins, write=True)
+    assert first.directory.record().mixed_precision == "no"
+    first.site.close()
+    first.site.writer.close()
+    with acquire(first.directory, mixed_precision="bf16") as writer:  # as on a machine that has bf16 instructions
+        writer.phases.enter("launching")
+        joined = Preparation.of(wanted(*flags, "--machine_rank=1"), plugins, write=True)
+        joined.site.close()
+    assert joined.config[TrainingOptions].mixed_precision == "bf16"
+    native_bf16.cache_clear()
 
 
 def test_nodes_do_not_meet_on_the_loopback(configure, plan):

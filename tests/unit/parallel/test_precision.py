@@ -19,7 +19,7 @@ from smalti.parallel.devices import native_bf16
 from smalti.parallel.precision import cost_of, describe, in_bf16
 from smalti.rundir.directory import RunDirectory
 from smalti.rundir.events import EventWriter
-from smalti.rundir.writer import acquire, prepare
+from smalti.rundir.writer import prepare
 from smalti.types import DistributedPlan
 
 DDP = DistributedPlan(name="ddp", title="DDP", parallel="smalti.builtin.ddp_parallel:DdpParallel", fallback=True)
@@ -108,17 +108,6 @@ def test_a_run_that_has_made_steps_keeps_its_precision_on_another_processor(prep
     directory.launch_file.write_text("{")
     with pytest.raises(UserError, match=r"does not say in which precision.*\n.*--mixed_precision=bf16"):
         prepared("--use_cpu")
-
-
-def test_machines_that_join_take_what_the_first_one_has_chosen(prepared, configure, emulating, tmp_path):
-    flags = ("--use_cpu", "--num_processes=2", "--num_machines=2", "--main_process_ip=127.0.0.1")
-    first = prepared(*flags, write=True)
-    assert first.directory.record().mixed_precision == "no"
-    first.writer.close()
-    with acquire(first.directory, mixed_precision="bf16") as writer:  # as on a machine that has bf16 instructions
-        writer.phases.enter("launching")
-        joined = prepared(*flags, "--machine_rank=1", write=True)
-    assert joined.config[TrainingOptions].mixed_precision == "bf16"
 
 
 @pytest.mark.parametrize(
