@@ -39,13 +39,11 @@ class Table(ABC):
     location: str
     """The path or address, for messages."""
 
+    schema: pa.Schema
+    """Names and types of all columns."""
+
     identity: str = ""
     """Changes with the content: sizes with modification times or etags of its files when it was opened. "" is unknown."""
-
-    @property
-    @abstractmethod
-    def schema(self) -> pa.Schema:
-        """Names and types of all columns."""
 
     @abstractmethod
     def batches(self, names: list[str]) -> Iterator[pa.RecordBatch]:
