@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -41,7 +42,7 @@ def spec_of(folder: Path, **values: object) -> DatasetSpec:
 
 
 def size_of(folder: Path, name: str) -> tuple[int, int]:
-    header = read_header(LocalStorage(folder), name, (folder / name).stat().st_size)
+    header = read_header(partial(LocalStorage(folder).read_range, name), (folder / name).stat().st_size)
     return header.width, header.height
 
 

@@ -1,4 +1,4 @@
-"""The names of files in a listing: those with an extension, and names without one."""
+"""The names of files in a listing, with and without an extension, and the extension of an image's format."""
 
 from __future__ import annotations
 
@@ -8,6 +8,11 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from smalti.data import EXTENSIONS
+
+_STARTS = (
+    (b"\xff\xd8", ".jpg"), (b"\x89PNG", ".png"), (b"GIF8", ".gif"), (b"BM", ".bmp"),
+    (b"II*\0", ".tif"), (b"MM\0*", ".tif"), (b"II+\0", ".tif"), (b"MM\0+", ".tif"),
+)  # fmt: skip
 
 
 def with_extension(batch: pa.RecordBatch, extensions: Iterable[str] = EXTENSIONS) -> pa.RecordBatch:
@@ -19,3 +24,13 @@ def with_extension(batch: pa.RecordBatch, extensions: Iterable[str] = EXTENSIONS
 def stems(keys: pa.Array) -> pa.Array:
     """Keys without their extension, but with the dot before it: then they sort as the keys do, where no name has other dots."""
     return pc.replace_substring_regex(keys, r"[^./]*$", "")
+
+
+def extension_of(image: bytes | memoryview) -> str:
+    """The extension of an image by its first bytes; "" for a format that is not known."""
+    start = bytes(image[:12])
+    if start[4:8] == b"ftyp":
+        return ".avif"
+    if start[8:] == b"WEBP":
+        return ".webp"
+    return next((extension for known, extension in _STARTS if start.startswith(known)), "")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import cast
 
@@ -22,114 +23,51 @@ from smalti.data import (
     MetadataSource,
     MissingFileError,
     Storage,
-    StorageError,
     file_identity,
     listed_rows,
     stored_identity,
 )
 from smalti_data.json_lines import LINES, Lines, blocks_of
 from smalti_data.tables.columns import ROWS, TableColumns
-from smalti_data.tables.table_source import ReadsRows, Table, TableSource
+from smalti_data.tables.table_source import Table, TableSource
 
 _DEFAULT_TABLE = "metadata.jsonl"
 _NO_LINES = pa.RecordBatch.from_pylist([], schema=LINES)
 _CHUNK = 8 << 20
 
 
-class JsonLines:
-    """A table with one JSON object per line; its columns are named in the dataset's `json` block.
+class LineTable(Table):
+    """A table with one JSON object per line, as batches of `LINES`; its columns are named in the dataset's `json` block.
 
-    The storage is listed as well, for file sizes and etags. A line whose file is missing is quarantined; an image without a
-    line is not part of the dataset.
+    Raises UserError if it cannot be read.
     """
 
+    schema = LINES
+
     def __init__(self, spec: DatasetSpec, storage: Storage) -> None:
-        self._spec = spec
-        self._table = spec.json_table
+        self._path = spec.json_table.path
         self._storage = storage
-        self._listing = ListedOnce(storage)
-        self.listed_state: ListedState | None = None
+        self.location = str(self._path) if self._path else f"{storage.location}/{_DEFAULT_TABLE}"
+        self.lines = Lines(spec.json_table, self.location, weighted=bool(spec.caption_weights))
+        with self._explained():
+            file = file_identity(self._path) if self._path else stored_identity(storage, _DEFAULT_TABLE)
+        self.identity = f"{file}\n{spec.json_table.model_dump_json()}"  # the order of columns with weights is not in the recipe
 
-    def check_table(self) -> None:
-        if self.identity() is None:
-            raise self._unreadable()
+    def batches(self, names: Sequence[str] = LINES.names) -> Iterator[pa.RecordBatch]:
+        with self._explained():
+            yield from self.lines.batches(blocks_of(self._chunks()))
 
-    def is_unchanged(self, before: ListedState) -> bool:
-        identity = self.identity()
-        return identity is not None and self._listing.is_same(before.digest, self._spec.id, identity)
-
-    def list(self) -> Iterator[Listed]:
-        return listed_rows(self)
-
-    def list_columns(self) -> Iterator[pa.RecordBatch]:
-        lines = self.lines()
-        identity, self.listed_state = self.identity(), None  # that of the table before it is read
-        with tempfile.TemporaryDirectory(prefix="smalti-table-") as folder:
-            runs = [_sorted_run(batch, Path(folder, str(number))) for number, batch in enumerate(lines.batches(self.blocks()))]
-            images = ImageFiles(cast(Storage, self._listing), self._spec.caption_extension)
-            for files in images.batches():
-                last = str(files.column("key")[len(files) - 1].as_py())
-                yield from self._joined(lines, [run.until(last) for run in runs], files)
-            while rest := [part for run in runs if len(part := run.until(None))]:
-                last = min(str(part.column("name")[len(part) - 1].as_py()) for part in rest)
-                for run in runs:
-                    run.back()
-                yield from self._joined(lines, [run.until(last) for run in runs], None)
-        if identity is not None:
-            self.listed_state = ListedState(digest=images.digest.result(self._spec.id, identity))
-
-    def lines(self) -> Lines:
-        """What parses the table."""
-        return Lines(self._table, self.location, weighted=bool(self._spec.caption_weights))
-
-    def identity(self) -> str | None:
-        """Changes with the table; None if there is none."""
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
         try:
-            path = self._table.path
-            table = file_identity(path) if path else stored_identity(self._storage, _DEFAULT_TABLE)
-        except (OSError, StorageError):
-            return None
-        return f"{table}\n{self._table.model_dump_json()}"  # the order of columns with weights is not in the recipe
-
-    @property
-    def location(self) -> str:
-        return str(self._table.path) if self._table.path else f"{self._storage.location}/{_DEFAULT_TABLE}"
-
-    def _joined(self, lines: Lines, parts: Sequence[pa.RecordBatch], files: pa.RecordBatch | None) -> Iterator[pa.RecordBatch]:
-        """The rows of the index for some lines of the table, whose images are among `files` if they are there."""
-        rows = pa.concat_batches([_NO_LINES, *parts])
-        if not len(rows):
-            return
-        rows = rows.take(pc.sort_indices(rows.column("name"))) if len(parts) > 1 else rows
-        names = rows.column("name")
-        again = pc.equal(names.slice(1), names.slice(0, len(names) - 1))
-        if pc.any(again).as_py():
-            raise lines.twice(names.slice(1).filter(again), rows.column("line").slice(1).filter(again))
-        known = files.column("key") if files is not None else pa.array([], pa.string())
-        found = pc.index_in(names, value_set=known)
-        there = found.is_valid()
-        nowhere = f"listed in {self.location}, but the image is missing"
-        columns = {name: _filled(files, name, found) for name in ("size", "etag", "caption_etag")}
-        empty = pa.array([""]).take(pa.array(np.zeros(len(rows), dtype=np.int64)))
-        columns |= {"key": names, "place": empty, "problem": pc.if_else(there, "", nowhere)}
-        columns |= {name: rows.column(name) for name in ("captions", "width", "height")}
-        columns["content"] = pa.nulls(len(rows), pa.int64())
-        yield pa.RecordBatch.from_arrays([columns[name] for name in LISTED.names], schema=LISTED)
-
-    def blocks(self) -> Iterator[bytes]:
-        """The table in blocks of whole lines."""
-        try:
-            yield from blocks_of(self._chunks())
+            yield
         except (OSError, MissingFileError) as error:
-            raise self._unreadable() from error
-
-    def _unreadable(self) -> UserError:
-        fix = 'create the table, or set its path: "json": {"path": ...}'
-        return UserError(f"the metadata table {self.location} cannot be read", fix=fix)
+            fix = 'create the table, or set its path: "json": {"path": ...}'
+            raise UserError(f"the metadata table {self.location} cannot be read", fix=fix) from error
 
     def _chunks(self) -> Iterator[bytes]:
-        if self._table.path:
-            with self._table.path.open("rb") as file:
+        if self._path:
+            with self._path.open("rb") as file:
                 while chunk := file.read(_CHUNK):
                     yield chunk
             return
@@ -138,6 +76,67 @@ class JsonLines:
             chunk = self._storage.read_range(_DEFAULT_TABLE, start, _CHUNK)
             start += len(chunk)
             yield chunk
+
+
+class JsonLines:
+    """The images that the lines of a table name.
+
+    The storage is listed as well, for file sizes and etags. A line whose file is missing is quarantined; an image without a
+    line is not part of the dataset.
+    """
+
+    def __init__(self, spec: DatasetSpec, storage: Storage) -> None:
+        self._spec = spec
+        self._storage = storage
+        self._listing = ListedOnce(storage)
+        self.listed_state: ListedState | None = None
+
+    def check_table(self) -> None:
+        LineTable(self._spec, self._storage)
+
+    def is_unchanged(self, before: ListedState) -> bool:
+        return self._listing.is_same(before.digest, self._spec.id, LineTable(self._spec, self._storage).identity)
+
+    def list(self) -> Iterator[Listed]:
+        return listed_rows(self)
+
+    def list_columns(self) -> Iterator[pa.RecordBatch]:
+        table, self.listed_state = LineTable(self._spec, self._storage), None
+        with tempfile.TemporaryDirectory(prefix="smalti-table-") as folder:
+            runs = [_sorted_run(batch, Path(folder, str(number))) for number, batch in enumerate(table.batches())]
+            images = ImageFiles(cast(Storage, self._listing), self._spec.caption_extension)
+            for files in images.batches():
+                last = str(files.column("key")[len(files) - 1].as_py())
+                yield from self._joined(table, [run.until(last) for run in runs], files)
+            while rest := [part for run in runs if len(part := run.until(None))]:
+                last = min(str(part.column("name")[len(part) - 1].as_py()) for part in rest)
+                for run in runs:
+                    run.back()
+                yield from self._joined(table, [run.until(last) for run in runs], None)
+        self.listed_state = ListedState(digest=images.digest.result(self._spec.id, table.identity))
+
+    def _joined(
+        self, table: LineTable, parts: Sequence[pa.RecordBatch], files: pa.RecordBatch | None
+    ) -> Iterator[pa.RecordBatch]:
+        """The rows of the index for some lines of the table, whose images are among `files` if they are there."""
+        rows = pa.concat_batches([_NO_LINES, *parts])
+        if not len(rows):
+            return
+        rows = rows.take(pc.sort_indices(rows.column("name"))) if len(parts) > 1 else rows
+        names = rows.column("name")
+        again = pc.equal(names.slice(1), names.slice(0, len(names) - 1))
+        if pc.any(again).as_py():
+            raise table.lines.twice(names.slice(1).filter(again), rows.column("line").slice(1).filter(again))
+        known = files.column("key") if files is not None else pa.array([], pa.string())
+        found = pc.index_in(names, value_set=known)
+        there = found.is_valid()
+        nowhere = f"listed in {table.location}, but the image is missing"
+        columns = {name: _filled(files, name, found) for name in ("size", "etag", "caption_etag")}
+        empty = pa.array([""]).take(pa.array(np.zeros(len(rows), dtype=np.int64)))
+        columns |= {"key": names, "place": empty, "problem": pc.if_else(there, "", nowhere)}
+        columns |= {name: rows.column(name) for name in ("captions", "width", "height")}
+        columns["content"] = pa.nulls(len(rows), pa.int64())
+        yield pa.RecordBatch.from_arrays([columns[name] for name in LISTED.names], schema=LISTED)
 
 
 def open_json(spec: DatasetSpec, storage: Storage) -> MetadataSource:
@@ -154,38 +153,13 @@ class JsonStems(TableSource):
         super().__init__(spec, storage)
         self._columns = TableColumns(identifier_includes_extension=False, filename_column=spec.json_table.filename_column)
 
-    def open(self, path: Path | None, key: str) -> Table:
-        return _LineTable(JsonLines(self._spec, self._storage))
+    def open(self, path: Path | None = None, key: str = "") -> Table:
+        return LineTable(self._spec, self._storage)
 
-    def projection(self, table: Table) -> ReadsRows:
-        return _LineRows()
+    _open = open
 
-    def _open(self) -> Table:
-        return self.open(None, "")
-
-
-class _LineTable(Table):
-    """The lines of a table, as batches of `LINES`."""
-
-    def __init__(self, lines: JsonLines) -> None:
-        lines.check_table()
-        self._lines = lines
-        self.location = lines.location
-        self.identity = lines.identity() or ""
-
-    @property
-    def schema(self) -> pa.Schema:
-        return LINES
-
-    def batches(self, names: list[str]) -> Iterator[pa.RecordBatch]:
-        return self._lines.lines().batches(self._lines.blocks())
-
-
-class _LineRows:
-    names = LINES.names
-
-    def rows(self, batch: pa.RecordBatch) -> tuple[pa.RecordBatch, int]:
-        return batch.select(ROWS.names), 0
+    def rows(self, table: Table) -> Iterator[tuple[pa.RecordBatch, int]]:
+        return ((batch.select(ROWS.names), 0) for batch in table.batches(LINES.names))
 
 
 class _Run:

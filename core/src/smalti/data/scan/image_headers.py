@@ -11,9 +11,8 @@ from dataclasses import dataclass
 from blake3 import blake3
 from PIL import Image
 
-from smalti.data.scan.image_sizes import FIRST_READ, UnknownLayoutError, Window, size_of
+from smalti.data.scan.image_sizes import FIRST_READ, Read, UnknownLayoutError, Window, size_of
 from smalti.data.scan.quarantine import BadSampleError
-from smalti.data.storage.protocol import Storage
 
 EXTENSIONS = frozenset(
     (".png", ".jpg", ".jpeg", ".jfif", ".jpe", ".webp", ".avif", ".bmp", ".gif", ".tif", ".tiff"),
@@ -60,20 +59,18 @@ class Header:
     content: int
 
 
-def read_header(storage: Storage, key: str, size: int) -> Header:
-    """Read an image header. `size` is that of the file in bytes.
+def read_header(read: Read, size: int) -> Header:
+    """Read an image header. `read` returns bytes of the file from an offset on, `size` is that of the file.
 
     Reads 16 KiB, and a few times 4 KiB if the header is longer or EXIF data is elsewhere. A file that `image_sizes` does not
     understand is read whole. Raises BadSampleError, or a StorageError.
     """
-    head = storage.read_range(key, 0, FIRST_READ)
+    head = read(0, FIRST_READ)
     content = int.from_bytes(blake3(head).digest(length=8), "little", signed=True) or 1
     try:
-        width, height = size_of(
-            Window(head, max(size, len(head)), lambda start, length: storage.read_range(key, start, length))
-        )
+        width, height = size_of(Window(head, max(size, len(head)), read))
     except UnknownLayoutError:
-        width, height = _size(head if size <= len(head) else storage.read(key))
+        width, height = _size(head if size <= len(head) else read(0, size))
     check_pixels(width, height)
     return Header(width=width, height=height, content=content)
 

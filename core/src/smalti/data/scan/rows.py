@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from typing import cast
 
@@ -145,9 +146,9 @@ class Rows:
             return old["width"], old["height"], old["content"]
         if listed.place:
             assert isinstance(self.source, ReadsPlaces), f"{listed.key} has a place, but its source does not read places"
-            header = read_header(cast(Storage, self.source), listed.place, listed.size)
+            header = read_header(partial(self.source.read_range, listed.place), listed.size)
         else:
-            header = read_header(self.storage, listed.key, listed.size)
+            header = read_header(partial(self.storage.read_range, listed.key), listed.size)
         return header.width, header.height, header.content
 
 

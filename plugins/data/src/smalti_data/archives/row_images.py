@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
-from typing import cast
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -35,6 +34,7 @@ from smalti.data import (
     wrong_values,
 )
 from smalti_data.archives.containers import ContainerSource, Contents, rows_of
+from smalti_data.file_names import extension_of
 from smalti_data.parquet_files import explained_parquet, parquet_in
 from smalti_data.tables.columns import Projection, TableColumns, column, leaf, leaves
 
@@ -42,9 +42,6 @@ MEMORY = 512 << 20
 """Bytes of row groups that are kept; the last one is kept in any case."""
 _ROWS = 64  # decoded at once
 
-_KINDS = (
-    (b"\xff\xd8", ".jpg"), (b"\x89PNG", ".png"), (b"GIF8", ".gif"), (b"BM", ".bmp"), (b"II*\0", ".tif"), (b"MM\0*", ".tif"),
-)  # fmt: skip
 _UNREAD = ("path", "filename_column", "width_column", "height_column", "aspect_ratio_column", "identifier_includes_extension")
 _CAPTIONS = ("caption", "text", "prompt")
 """Columns that are the captions where the entry names none."""
@@ -250,29 +247,15 @@ class _Memory:
                 total -= size
 
 
-class _Buffer:
-    """Bytes as if they were a file of a storage, as far as headers need it."""
-
-    def __init__(self, data: memoryview) -> None:
-        self._data = data
-
-    def read(self, key: str) -> bytes:
-        return bytes(self._data)
-
-    def read_range(self, key: str, start: int, length: int) -> bytes:
-        return bytes(self._data[start : start + length])
-
-
 def _listed(key: str, place: str, data: pa.Buffer | None, captions: tuple[str, ...] | None) -> Listed:
     """A sample; its etag is a digest of the image, so that a file that was downloaded again is the same."""
     if data is None:
         return Listed(key=key, size=0, etag="", place=place, problem="no image in the file, perhaps only its address")
     view = memoryview(data)
     etag = blake3(view).hexdigest(length=16)
-    key += next((extension for start, extension in _KINDS if bytes(view[: len(start)]) == start), "")
-    key += {b"WEBP": ".webp", b"avif": ".avif"}.get(bytes(view[8:12]), "")
+    key += extension_of(view)
     try:
-        header = read_header(cast(Storage, _Buffer(view)), key, len(view))
+        header = read_header(lambda start, length: bytes(view[start : start + length]), len(view))
     except BadSampleError as error:
         return Listed(key=key, size=len(view), etag=etag, place=place, problem=str(error))
     return Listed(

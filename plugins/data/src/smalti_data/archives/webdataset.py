@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import cast
 
 from pydantic import ValidationError
 
@@ -158,7 +157,9 @@ class _Shard:
             problem = f"the shard is truncated: it ends at byte {self._file.size}, the image at byte {end}"
         else:
             try:
-                header = read_header(cast(Storage, _Part(read, member)), key, member.size)
+                header = read_header(
+                    lambda start, length: read(member.offset + start, min(length, member.size - start)), member.size
+                )
                 width, height, content = header.width, header.height, header.content
             except BadSampleError as error:
                 problem = str(error)
@@ -166,20 +167,6 @@ class _Shard:
             key=key, size=member.size, etag=etag, width=width, height=height, place=place, problem=problem, content=content
         )  # fmt: skip
         self._images[sample] = one
-
-
-class _Part:
-    """A member of a shard as if it were a file of a storage, as far as headers need it."""
-
-    def __init__(self, read: Read, member: Member) -> None:
-        self._read = read
-        self._member = member
-
-    def read(self, key: str) -> bytes:
-        return self._read(self._member.offset, self._member.size)
-
-    def read_range(self, key: str, start: int, length: int) -> bytes:
-        return self._read(self._member.offset + start, max(0, min(length, self._member.size - start)))
 
 
 @contextmanager

@@ -38,11 +38,7 @@ class CsvTable(Table):
             self.identity = stored_identity(storage, key)
         self._delimiter = "\t" if self.location.lower().endswith(".tsv") else ","
         with self._opened(None) as reader:
-            self._schema = reader.schema
-
-    @property
-    def schema(self) -> pa.Schema:
-        return self._schema
+            self.schema = reader.schema
 
     def batches(self, names: list[str]) -> Iterator[pa.RecordBatch]:
         row = 1
@@ -56,7 +52,7 @@ class CsvTable(Table):
             raise UserError(f"the table {self.location} cannot be read after row {row}: {error}", fix=fix) from error
 
     def _opened(self, names: list[str] | None) -> csv.CSVStreamingReader:
-        numbers = [] if names is None else [name for name in names if _is_number(self._schema.field(name).type)]
+        numbers = [] if names is None else [name for name in names if _is_number(self.schema.field(name).type)]
         kinds = {name: pa.string() for name in names or () if name not in numbers}
         source = self._file if isinstance(self._file, Path) else pa.PythonFile(RangeFile(*self._file, self._size), mode="r")
         try:

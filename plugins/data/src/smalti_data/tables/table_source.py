@@ -7,7 +7,7 @@ import tempfile
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Protocol, cast
+from typing import cast
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -39,30 +39,15 @@ class Table(ABC):
     location: str
     """The path or address, for messages."""
 
+    schema: pa.Schema
+    """Names and types of all columns."""
+
     identity: str = ""
     """Changes with the content: sizes with modification times or etags of its files when it was opened. "" is unknown."""
-
-    @property
-    @abstractmethod
-    def schema(self) -> pa.Schema:
-        """Names and types of all columns."""
 
     @abstractmethod
     def batches(self, names: list[str]) -> Iterator[pa.RecordBatch]:
         """The rows, with only some of the columns. Raises UserError for a damaged table."""
-
-
-class ReadsRows(Protocol):
-    """What makes rows (`ROWS`) of the batches of a table: a `Projection`, or another for tables with rows of one form."""
-
-    @property
-    def names(self) -> list[str]:
-        """The columns to read."""
-        ...
-
-    def rows(self, batch: pa.RecordBatch) -> tuple[pa.RecordBatch, int]:
-        """Returns the rows of a batch, in order, and how many were left out, for they name no file."""
-        ...
 
 
 class TableSource(ABC):
@@ -93,7 +78,7 @@ class TableSource(ABC):
         self._folder = folder
 
     def check_table(self) -> None:
-        self.projection(self._open())
+        self.rows(self._open())
 
     def is_unchanged(self, before: ListedState) -> bool:
         identity = self._open().identity
@@ -116,7 +101,7 @@ class TableSource(ABC):
     def list_columns(self) -> Iterator[pa.RecordBatch]:
         self.listed_state = None
         table = self._open()
-        projection = self.projection(table)
+        rows = self.rows(table)
         if self._folder is not None:
             self._folder.mkdir(parents=True, exist_ok=True)
         temporary = Path(tempfile.mkdtemp(prefix=".join-", dir=self._folder))
@@ -124,15 +109,15 @@ class TableSource(ABC):
             Names(self._folder / name if self._folder else None) for name in ("rows-without-file.txt", "files-without-row.txt")
         ]
         try:
-            yield from self._joined(table, projection, temporary, *lists)
+            yield from self._joined(table, rows, temporary, *lists)
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
             for names in lists:
                 names.close()
 
-    def projection(self, table: Table) -> ReadsRows:
-        """What reads the rows of the table."""
-        return Projection(
+    def rows(self, table: Table) -> Iterator[tuple[pa.RecordBatch, int]]:
+        """The rows of the table (`ROWS`) in batches, and how many of each name no file. Raises UserError for wrong columns."""
+        projection = Projection(
             self._columns,
             table.schema,
             table.location,
@@ -140,19 +125,19 @@ class TableSource(ABC):
             weighted=bool(self._spec.caption_weights),
             root=str(self._spec.instance_data_dir or ""),
         )
+        return map(projection.rows, table.batches(projection.names))
 
     def _joined(
-        self, table: Table, projection: ReadsRows, temporary: Path, lost: Names, unlisted: Names
+        self, table: Table, rows: Iterator[tuple[pa.RecordBatch, int]], temporary: Path, lost: Names, unlisted: Names
     ) -> Iterator[pa.RecordBatch]:
         join: Join | None = None
         nameless = 0
-        for batch in table.batches(projection.names):
-            rows, missing = projection.rows(batch)
+        for batch, missing in rows:
             nameless += missing
-            if join is None and rows.num_rows:
-                join = Join(temporary, by_stem=self._by_stem(rows), rows_without_file=lost, files_without_row=unlisted)
+            if join is None and batch.num_rows:
+                join = Join(temporary, by_stem=self._by_stem(batch), rows_without_file=lost, files_without_row=unlisted)
             if join is not None:
-                join.add(rows)
+                join.add(batch)
         if join is None:
             raise UserError(
                 f"the table {table.location} has no row with a file name", fix=f"fill {self._columns.filename_column!r}"
@@ -160,9 +145,9 @@ class TableSource(ABC):
         found = 0
         texts = _Texts(self._storage, self._spec.caption_extension) if depends_on_text_file(self._spec) else None
         digest = ListingDigest()
-        for listed, rows in join.results(map(with_extension, digest.passed(visible_files(cast(Storage, self._listing))))):
+        for listed, batch in join.results(map(with_extension, digest.passed(visible_files(cast(Storage, self._listing))))):
             found += listed.num_rows
-            yield _listed(listed, rows, texts)
+            yield _listed(listed, batch, texts)
         if not found:
             raise self._nothing_matches(table, lost, unlisted)
         self.notices = tuple(self._described(table, join, nameless, lost, unlisted))

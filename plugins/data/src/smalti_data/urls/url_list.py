@@ -10,7 +10,6 @@ import hashlib
 import json
 import logging
 import posixpath
-import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
@@ -48,8 +47,8 @@ from smalti.data import (
     visible_files,
     wrong_values,
 )
-from smalti.system import atomic_write
-from smalti_data.file_names import with_extension
+from smalti.system import ReportTimer, atomic_write
+from smalti_data.file_names import extension_of, with_extension
 from smalti_data.tables.columns import Projection, TableColumns, column, leaf, leaves
 from smalti_data.tables.csv_table import CsvSource, CsvTable
 from smalti_data.urls.http import Client, FailedError, RefusedError
@@ -60,9 +59,7 @@ FAILED = "failed.jsonl"
 """The list of what cannot be downloaded, in the folder of the images."""
 _GIVE_UP = 64
 """So many failures in a row that may pass mean that this machine has no connection."""
-_REPORT_SECONDS = 10.0
 _WINDOW = 1 << 16
-_KINDS = {b"\xff\xd8": ".jpg", b"\x89P": ".png", b"GI": ".gif", b"BM": ".bmp", b"II": ".tif", b"MM": ".tif", b"RI": ".webp"}
 _DIGESTS = {32: "md5", 40: "sha1", 64: "sha256", 128: "sha512"}
 _ROWS = pa.schema([("name", pa.string()), ("url", pa.string()), ("digest", pa.string()), ("captions", pa.list_(pa.string()))])
 
@@ -242,10 +239,10 @@ class Urls:
             if kind is None or hashlib.new(kind, data, usedforsecurity=False).hexdigest() != wanted.digest.lower():
                 raise RefusedError(f"the {kind or 'digest'} is not that of the list")
         try:
-            read_header(cast(Storage, _Bytes(data)), wanted.url, len(data))
+            read_header(lambda start, length: data[start : start + length], len(data))
         except BadSampleError as error:
             raise RefusedError(str(error)) from error
-        extension = _extension(wanted.url) or _KINDS.get(data[:2], "") or (".avif" if data[4:8] == b"ftyp" else "")
+        extension = _extension(wanted.url) or extension_of(data)
         if not extension:
             raise RefusedError("an image of an unknown format")
         path = self._list.csv_cache_dir / wanted.name[:2] / f"{wanted.name}{extension}"
@@ -336,35 +333,18 @@ class _Progress:
         self._dataset = dataset
         self._total = total
         self._done = self._failed = self._bytes = 0
-        self._start = self._last = time.monotonic()
+        self._timer = ReportTimer()
 
     def add(self, size: int | None) -> None:
         """Count an image of this size in bytes; None failed."""
         self._done += 1
         self._failed += size is None
         self._bytes += size or 0
-        now = time.monotonic()
-        if now - self._last < _REPORT_SECONDS:
-            return
-        self._last = now
-        left = (now - self._start) / self._done * (self._total - self._done)
-        _log.warning(
-            "dataset %s: %d of %d images downloaded (%d failed, %.2f GB), about %d minutes left",
-            self._dataset, self._done, self._total, self._failed, self._bytes / 1e9, round(left / 60),
-        )  # fmt: skip
-
-
-class _Bytes:
-    """Bytes as if they were a file of a storage, as far as headers need it."""
-
-    def __init__(self, data: bytes) -> None:
-        self._data = data
-
-    def read(self, key: str) -> bytes:
-        return self._data
-
-    def read_range(self, key: str, start: int, length: int) -> bytes:
-        return self._data[start : start + length]
+        if self._timer.due():
+            _log.warning(
+                "dataset %s: %d of %d images downloaded (%d failed, %.2f GB), about %d minutes left", self._dataset, self._done,
+                self._total, self._failed, self._bytes / 1e9, round(self._timer.left(self._done, self._total) / 60),
+            )  # fmt: skip
 
 
 def _each(rows: pa.RecordBatch) -> Iterator[_Wanted]:
