@@ -277,3 +277,22 @@ def test_paths_in_the_docs_exist(root):
     text = "".join(path.read_text() for path in (root / "docs").glob("*.md"))
     named = set(re.findall(r"`((?:src|docs|examples|tests)/[\w./-]+\.\w+)`", text))
     assert [name for name in named if not any((root / base / name).exists() for base in (PurePath("core"), PurePath()))] == []
+
+
+def test_the_usual_set_is_the_same_wherever_it_is_named(root):
+    listed = [line for line in (root / "requirements.txt").read_text().splitlines() if not line.startswith("#")]
+    extras = tomllib.loads((root / "core/pyproject.toml").read_text())["project"]["optional-dependencies"]
+
+    def packages(extra: str) -> set[str]:
+        required = [Requirement(each) for each in extras[extra]]
+        return {f"{each.name}[{','.join(each.extras)}]" if each.extras else each.name for each in required}
+
+    assert {line.replace("./plugins/", "smalti-") for line in listed} == packages("usual") | {"./core"}
+    usual, others = ({re.sub(r"\[.*", "", each) for each in packages(extra)} for extra in ("usual", "all"))
+    known = {package.distribution for package in PACKAGES}
+    assert known - usual - others == {"smalti-testing", "smalti-toy"}
+    rows = re.findall(r"^\| `plugins/(\w+)` (\*?)", (root / "docs/install.md").read_text(), flags=re.MULTILINE)
+    assert {f"smalti-{name.replace('_', '-')}": bool(mark) for name, mark in rows} == {name: name in usual for name in known}
+    table = re.findall(r"^\| (`[^|]*) \| (yes|no) \|", (root / "README.md").read_text(), flags=re.MULTILINE)
+    told = {f"smalti-{name.replace('_', '-')}": chosen for cell, chosen in table for name in re.findall(r"`(\w+)`", cell)}
+    assert told == {name: "yes" if name in usual else "no" for name in known}
