@@ -121,7 +121,7 @@ def measure(case: Case, *, tiny: bool) -> dict[str, object]:
     """The figures of a case, in this process. Too little memory is a result, too."""
     import torch
 
-    from smalti.training.utilization import Memory, peak_of
+    from smalti.training.metrics import Memory, peak_of
 
     with tempfile.TemporaryDirectory() as folder, ExitStack() as closing:
         try:

@@ -20,10 +20,10 @@ from PIL import Image
 from run import Result, paired
 from sizes import sized
 
-from smalti.data.datasets.catalog import Catalog
 from smalti.data.datasets.parse import DataDefaults, parse_datasets
+from smalti.data.datasets.spec import Catalog
 from smalti.data.scan.build import build_index
-from smalti.data.scan.image_headers import open_image, orientation, read_header
+from smalti.data.scan.image_sizes import open_image, orientation, read_header
 from smalti.data.storage.local import LocalStorage
 
 FILES = int(os.environ.get("FILES", sized("20000", short="20")))

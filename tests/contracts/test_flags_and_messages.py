@@ -18,7 +18,7 @@ from smalti.cli.arguments import CommandLine
 from smalti.cli.entry import main
 from smalti.config.known_packages import PACKAGES
 from smalti.config.options import Schema
-from smalti.data.datasets.catalog import catalog_of
+from smalti.data.datasets.spec import catalog_of
 from smalti.data.from_options import dataset_specs
 from smalti.hookspecs import HookSpecs
 from smalti.plugins.discovery import Selection, load_plugins

@@ -17,8 +17,8 @@ from pyarrow import parquet
 
 from smalti.data import Loader, PreparedData, build_datasets, catalog_of, parse_datasets
 from smalti.data.batch_check import BatchShape
-from smalti.data.datasets.catalog import Catalog
 from smalti.data.datasets.parse import DataDefaults
+from smalti.data.datasets.spec import Catalog
 from smalti.data.prepared import DataRules, prepare
 from smalti.data.storage.protocol import TransientStorageError
 from smalti.errors import UserError

@@ -7,7 +7,7 @@ from pathlib import Path
 from random import Random
 
 from smalti.data import BUILT_IN_METADATA, BUILT_IN_STORAGES
-from smalti.data.datasets.catalog import Catalog
+from smalti.data.datasets.spec import Catalog
 from smalti_storage_s3.plugin import plugin
 from smalti_testing import FaultProxy, ObjectStore, Rule, seaweed
 from smalti_testing.fault_proxy import Fault

@@ -19,8 +19,8 @@ import smalti_cache.wanted
 from smalti.config import validation_prompts
 from smalti.config.resolution import resolve
 from smalti.data.batch_check import BatchShape
-from smalti.data.datasets.catalog import Catalog
 from smalti.data.datasets.parse import DataDefaults, parse_datasets
+from smalti.data.datasets.spec import Catalog
 from smalti.data.encoded import Encoded
 from smalti.data.loader import Loader
 from smalti.data.prepared import DataRules, build_datasets, prepare

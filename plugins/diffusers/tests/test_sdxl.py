@@ -12,7 +12,7 @@ from smalti.config.resolution import resolve
 from smalti.diffusion.objective import build_objective
 from smalti.models.blocks import describe_blocks, find_blocks
 from smalti.models.family import SampleRequest, encode
-from smalti.models.memory_format import use_channels_last
+from smalti.models.setup import use_channels_last
 from smalti.models.size_conditioning import SizeConditioning
 from smalti.models.weights import materialise
 from smalti.plugins.discovery import Selection, load_plugins

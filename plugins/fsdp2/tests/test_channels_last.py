@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from smalti.errors import UserError
-from smalti.models.memory_format import use_channels_last, wants_channels_last
+from smalti.models.setup import use_channels_last, wants_channels_last
 from smalti_testing import TinyFamily
 from smalti_testing.strategy_subject import open_strategy, whole_state
 from support.forked_ranks import forked_processes

@@ -13,8 +13,8 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from smalti.checkpoint import Snapshot, load, save
 from smalti.parallel import GlooCommunicator, capture, restore
+from smalti.training.optim.ema import grouped
 from smalti.training.optim.optimizers import AdamW
-from smalti.training.optim.shards import grouped
 from smalti.types import World
 from smalti_optimizers import adamw8bit
 from smalti_optimizers.adamw8bit import AdamW8bit, Codes, block_length, codebook
@@ -87,7 +87,7 @@ def test_lion_works_on_any_number_of_weights_at_a_time(monkeypatch):
         return [weight.detach() for weight in weights]
 
     together = trained()
-    monkeypatch.setattr("smalti.training.optim.shards._PIECE_BYTES", 100)
+    monkeypatch.setattr("smalti.training.optim.ema._PIECE_BYTES", 100)
     assert [list(group) for group in grouped([60, 60, 40, 200])] == [[0], [1, 2], [3]]
     assert all(torch.equal(one, other) for one, other in zip(together, trained(), strict=True))
 

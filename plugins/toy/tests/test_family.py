@@ -8,8 +8,7 @@ import torch
 from accelerate import init_empty_weights
 from torch.utils.flop_counter import FlopCounterMode
 
-from smalti.diffusion.noise import SampleNoise
-from smalti.diffusion.objective import build_objective
+from smalti.diffusion.objective import SampleNoise, build_objective
 from smalti.errors import UserError
 from smalti.models.family import ModelFamily, SampleRequest, native_objective
 from smalti_toy.family import ToyFamily, ToyShape, ToyTransformer, hash_words

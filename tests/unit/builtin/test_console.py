@@ -17,7 +17,7 @@ from hypothesis import given, strategies as st
 from smalti.builtin.console import Console, LineDisplay, Progress, duration, speed
 from smalti.config.config import Config
 from smalti.config.options import Schema
-from smalti.rundir.recent import SmoothedMetrics, Throughput, seconds_for
+from smalti.rundir.events import SmoothedMetrics, Throughput, seconds_for
 from smalti.types import Checkpoint, EvaluationResult, RunInfo, RunState, StepResult, ValidationImage, ValidationResult, World
 
 _speeds = st.floats(0.001, 1000)

@@ -24,7 +24,7 @@ from smalti.checkpoint.reader import load
 from smalti.checkpoint.snapshot import Snapshot
 from smalti.checkpoint.writer import SaveError, save
 from smalti.errors import CheckpointError
-from smalti.models.description import config_of
+from smalti.models.setup import config_of
 from smalti.parallel.collective import RankError, run_on_main_rank
 from smalti.parallel.gloo import GlooCommunicator
 from smalti.parallel.state import PortableState

@@ -6,8 +6,8 @@ import numpy as np
 import pyarrow as pa
 from PIL import Image
 
-from smalti.data.datasets.catalog import Catalog
 from smalti.data.datasets.parse import DataDefaults, parse_datasets
+from smalti.data.datasets.spec import Catalog
 from smalti.data.scan.build import build_index
 from smalti.data.scan.changes import changes
 from smalti.data.scan.identity import Identity

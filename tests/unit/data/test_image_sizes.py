@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from smalti.data.scan.image_headers import open_image, orientation
-from smalti.data.scan.image_sizes import FIRST_READ, UnknownLayoutError, Window, size_of
+from smalti.data.scan.image_sizes import FIRST_READ, UnknownLayoutError, Window, open_image, orientation, size_of
 from smalti.data.scan.quarantine import BadSampleError
 
 NOISE = np.random.default_rng(0).integers(0, 256, (48, 64, 3), dtype=np.uint8)

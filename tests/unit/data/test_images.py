@@ -16,7 +16,7 @@ from PIL import Image
 
 from smalti.data.buckets import Bucket, CropSettings
 from smalti.data.images import crop, decode, normalised
-from smalti.data.scan.image_headers import read_header
+from smalti.data.scan.image_sizes import read_header
 from smalti.data.scan.quarantine import BadSampleError
 from smalti.data.storage.local import LocalStorage
 
@@ -158,7 +158,7 @@ def test_damaged_metadata_puts_no_warning_of_pillow_on_the_terminal() -> None:
     look = f"""
 from io import BytesIO
 from PIL import Image
-if {{quiet}}: from smalti.data.scan.image_headers import open_image
+if {{quiet}}: from smalti.data.scan.image_sizes import open_image
 try: Image.open(BytesIO({damaged!r})).load()
 except Exception: pass
 """

@@ -14,12 +14,11 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from smalti.data.datasets.catalog import Catalog
 from smalti.data.datasets.parse import DataDefaults, parse_datasets
-from smalti.data.datasets.spec import DatasetSpec
+from smalti.data.datasets.spec import Catalog, DatasetSpec
 from smalti.data.prepared import build_datasets
 from smalti.data.scan.build import build_index
-from smalti.data.scan.image_headers import read_header
+from smalti.data.scan.image_sizes import read_header
 from smalti.data.scan.index import DatasetIndex, load_index
 from smalti.data.scan.quarantine import BadSampleError
 from smalti.data.storage.local import LocalStorage

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from smalti.data.datasets.catalog import Catalog
 from smalti.data.datasets.parse import DataDefaults, parse_datasets
+from smalti.data.datasets.spec import Catalog
 from smalti.data.scan import parts
 from smalti.data.scan.build import build_index
 from smalti.data.scan.index import DatasetIndex

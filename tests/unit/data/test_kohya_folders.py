@@ -10,10 +10,9 @@ import pytest
 from PIL import Image
 
 from smalti.data.batch_check import BatchShape
-from smalti.data.datasets.catalog import Catalog
 from smalti.data.datasets.kohya_folders import numbered, unread_names_notice
 from smalti.data.datasets.parse import DataDefaults, parse_datasets
-from smalti.data.datasets.spec import DatasetSpec
+from smalti.data.datasets.spec import Catalog, DatasetSpec
 from smalti.data.prepared import DataRules, PreparedData, build_datasets, prepare
 from smalti.errors import PreflightError
 

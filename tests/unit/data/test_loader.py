@@ -17,9 +17,8 @@ from PIL import Image
 
 from smalti.data.batch_check import BatchShape
 from smalti.data.dataset import Dataset
-from smalti.data.datasets.catalog import Catalog
 from smalti.data.datasets.parse import DataDefaults, parse_datasets
-from smalti.data.datasets.spec import DatasetSpec
+from smalti.data.datasets.spec import Catalog, DatasetSpec
 from smalti.data.loader import Batch, Loader
 from smalti.data.prepared import DataRules, PreparedData, build_datasets, load_datasets, prepare
 from smalti.data.scan.quarantine import allowed_errors

@@ -11,8 +11,8 @@ from hypothesis import given, settings, strategies as st
 from PIL import Image
 
 from smalti.data.dataset import Dataset
-from smalti.data.datasets.catalog import Catalog
 from smalti.data.datasets.parse import DataDefaults, parse_datasets
+from smalti.data.datasets.spec import Catalog
 from smalti.data.prepared import build_datasets, check_no_overlap
 from smalti.data.scan import index_file, overlap as module
 from smalti.data.scan.index import DatasetIndex

@@ -9,9 +9,8 @@ import torch.distributed as dist
 from PIL import Image
 
 from smalti.data.all_ranks import scan_on_all_ranks
-from smalti.data.datasets.catalog import Catalog
 from smalti.data.datasets.parse import DataDefaults, parse_datasets
-from smalti.data.datasets.spec import DatasetSpec
+from smalti.data.datasets.spec import Catalog, DatasetSpec
 from smalti.data.node_copy import copy_to_node
 from smalti.data.scan import parts
 from smalti.data.scan.build import build_index, scan_part

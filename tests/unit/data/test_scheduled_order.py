@@ -13,8 +13,8 @@ from PIL import Image
 
 from smalti.data.batch_check import BatchShape
 from smalti.data.buckets import Bucket
-from smalti.data.datasets.catalog import Catalog
 from smalti.data.datasets.parse import DataDefaults, parse_datasets
+from smalti.data.datasets.spec import Catalog
 from smalti.data.order import Beginning, BucketSamples, Part
 from smalti.data.plan.scheduled_order import ScheduledOrder, Span
 from smalti.data.prepared import DataRules, PreparedData, build_datasets, prepare

@@ -9,8 +9,8 @@ from PIL import Image
 
 from smalti.data.batch_check import BatchShape, BucketCount, Share
 from smalti.data.buckets import Bucket
-from smalti.data.datasets.catalog import Catalog
 from smalti.data.datasets.parse import DataDefaults, parse_datasets
+from smalti.data.datasets.spec import Catalog
 from smalti.data.loader import Loader
 from smalti.data.plan.short_buckets import ShortBuckets, handle_short_buckets
 from smalti.data.prepared import DataRules, PreparedData, build_datasets, prepare

@@ -8,10 +8,9 @@ import pytest
 from hypothesis import example, given, settings, strategies as st
 
 from smalti.data import catalog_of
-from smalti.data.datasets.catalog import Catalog
 from smalti.data.datasets.parse import DataDefaults, parse_datasets
 from smalti.data.datasets.simpletuner import REFUSED, WITHOUT_EFFECT
-from smalti.data.datasets.spec import ENTRY_KEYS
+from smalti.data.datasets.spec import ENTRY_KEYS, Catalog
 from smalti.plugins import load_plugins
 
 Entry = Mapping[str, object]

@@ -9,10 +9,9 @@ from typing import Any
 import pytest
 
 from smalti.data.batch_check import BatchShape
-from smalti.data.datasets.catalog import Catalog
 from smalti.data.datasets.parse import DataDefaults, load_backend_config, parse_datasets
 from smalti.data.datasets.simpletuner import REFUSED, UNSUPPORTED, WITHOUT_EFFECT
-from smalti.data.datasets.spec import DatasetSpec, unused_caches
+from smalti.data.datasets.spec import Catalog, DatasetSpec, unused_caches
 from smalti.data.prepared import DataRules, crop_settings_of
 from smalti.errors import ConfigError
 from smalti.types import MetadataEntry, StorageEntry

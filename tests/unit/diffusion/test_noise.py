@@ -3,7 +3,7 @@
 import torch
 from hypothesis import given, strategies as st
 
-from smalti.diffusion.noise import SampleNoise
+from smalti.diffusion.objective import SampleNoise
 
 words = st.integers(min_value=-(2**63), max_value=2**63 - 1)
 

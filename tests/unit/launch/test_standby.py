@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from smalti.launch.standby import StandbyLauncher
-from smalti.system.parent import PARENT_VARIABLE
+from smalti.system.process import PARENT_VARIABLE
 
 MODULE = """
 import json, os, sys

@@ -12,7 +12,7 @@ from smalti import types
 from smalti.builtin.core import Core
 from smalti.errors import UserError
 from smalti.models.blocks import BlockClass, blocks_named, describe_blocks, find_blocks
-from smalti.models.compile import compile_blocks, ensure_compiled
+from smalti.models.setup import compile_blocks, ensure_compiled
 from smalti.models.weights import FolderWeights, materialise, without_weights
 
 

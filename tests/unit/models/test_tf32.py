@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from smalti.models.tf32 import choose_tf32, products_in_tf32, tf32_choice
+from smalti.models.setup import choose_tf32, products_in_tf32, tf32_choice
 from smalti.parallel.precision import products
 
 

@@ -16,11 +16,11 @@ import torch.distributed as dist
 
 from smalti.config.resolution import resolve
 from smalti.errors import ExitCode, GpuFaultError
+from smalti.parallel.collective import Boundary
 from smalti.parallel.failure_detection import Claim, FailureDetector, RankStatuses, in_a_line
 from smalti.parallel.gloo import BrokenGroupError, GlooCommunicator, break_connections, break_group, is_connection_error
 from smalti.parallel.process_group import ReplicatedParallel
 from smalti.parallel.rank_boards import RankStatus, StatusBoard
-from smalti.parallel.step_boundary import Boundary
 from smalti.plugins.discovery import Selection, load_plugins
 from smalti.plugins.schema import schema_of
 from smalti.system.process import Process

@@ -6,7 +6,7 @@ import pytest
 import smalti
 from smalti import hookimpl
 from smalti.config.resolution import resolve
-from smalti.data.datasets.catalog import catalog_of
+from smalti.data.datasets.spec import catalog_of
 from smalti.errors import ConfigError, UserError
 from smalti.hookspecs import HookSpecs
 from smalti.plugins.caches import find_cache

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 from blake3 import blake3
 
-from smalti.checkpoint.format.digests import matches, write_with_digest
 from smalti.checkpoint.format.manifest import FileRecord
+from smalti.checkpoint.format.verification import matches, write_with_digest
 from smalti.system.files import atomic_write, parse_bytes, parse_json, write_json_atomically
 
 

@@ -72,7 +72,7 @@ def weights() -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("room", [64, 256, 2**26])
 def test_weights_that_go_through_host_memory_in_groups_are_averaged_as_all_at_once(monkeypatch, room):
-    monkeypatch.setattr("smalti.training.optim.shards._PIECE_BYTES", room)
+    monkeypatch.setattr("smalti.training.optim.ema._PIECE_BYTES", room)
     live = weights()
     shadows = [torch.randn_like(weight, dtype=torch.float32) for weight in live]
     expected = [torch.lerp(shadow, weight.float(), 0.25) for shadow, weight in zip(shadows, live, strict=True)]

@@ -4,7 +4,7 @@ import logging
 
 import pytest
 
-from smalti.training.utilization import Memory, Utilisation, known_peak, peak_of
+from smalti.training.metrics import Memory, Utilisation, known_peak, peak_of
 from smalti.types import StepResult, World
 from smalti_testing.tiny import TinyFamily
 

@@ -18,9 +18,7 @@ from .conversion.new_folder import (
     check_free_space as check_free_space,
     make_folder as make_folder,
 )
-from .dtypes import DTYPES as DTYPES, NAMES as NAMES
 from .format.content_validation import find_inconsistencies as find_inconsistencies
-from .format.digests import matches as matches, new_digest as new_digest, write_with_digest as write_with_digest
 from .format.full_weights import write_weights as write_weights
 from .format.manifest import (
     GROUPS as GROUPS,
@@ -54,12 +52,17 @@ from .format.store import (
 from .format.verification import (
     Verification as Verification,
     is_ignored as is_ignored,
+    matches as matches,
     named_step as named_step,
+    new_digest as new_digest,
     quick_check as quick_check,
     verify as verify,
+    write_with_digest as write_with_digest,
 )
 from .places import ListedCheckpoint as ListedCheckpoint, RunPlace as RunPlace
 from .planning import (
+    DTYPES as DTYPES,
+    NAMES as NAMES,
     Chunks as Chunks,
     decode_chunks as decode_chunks,
     encode_chunks as encode_chunks,
@@ -67,7 +70,6 @@ from .planning import (
     memory as memory,
 )
 from .reader import Loaded as Loaded, compare as compare, load as load
-from .relay import Relay as Relay
 from .search import find_on_all_ranks as find_on_all_ranks
-from .snapshot import Snapshot as Snapshot
+from .snapshot import Relay as Relay, Snapshot as Snapshot
 from .writer import SaveError as SaveError, save as save

@@ -22,15 +22,14 @@ from pathlib import Path
 
 from torch import Tensor
 
-from smalti.checkpoint.format.digests import matches, write_with_digest
 from smalti.checkpoint.format.full_weights import write_copy
 from smalti.checkpoint.format.manifest import GROUPS, STATE, FileRecord, Manifest
 from smalti.checkpoint.format.safetensors_layout import encode_header, split
 from smalti.checkpoint.format.state_file import State
 from smalti.checkpoint.format.store import CheckpointStore
+from smalti.checkpoint.format.verification import matches, write_with_digest
 from smalti.checkpoint.planning import Chunks, memory, plan_on_all_ranks
-from smalti.checkpoint.relay import Relay
-from smalti.checkpoint.snapshot import Snapshot
+from smalti.checkpoint.snapshot import Relay, Snapshot
 from smalti.errors import CheckpointError, ExitCode, UserError
 from smalti.parallel import Communicator, RankError, run_on_all_ranks, run_on_main_rank, use_device
 from smalti.rundir import wait_for_directory

@@ -17,13 +17,12 @@ from typing import cast
 from pydantic import ValidationError
 
 from smalti.config import accelerate_yaml
-from smalti.config.config import PER_MACHINE, Config, without_values
+from smalti.config.config import PER_MACHINE, Config, References, without_values
 from smalti.config.files import read_mapping
 from smalti.config.flags import parse_flags
 from smalti.config.kept_defaults import Kept, kept_defaults
 from smalti.config.known_packages import package_of_accelerate, strategies
 from smalti.config.options import Given, Option, OptionGroup, Options, Schema, invalidated, unknown
-from smalti.config.references import References
 from smalti.config.sources import (
     SCHEDULER,
     Layer,

@@ -3,12 +3,6 @@ from .batch_check import BatchShape as BatchShape, BucketCount as BucketCount
 from .buckets import Bucket as Bucket
 from .dataset import Dataset as Dataset
 from .datasets.captions import depends_on_text_file as depends_on_text_file
-from .datasets.catalog import (
-    BUILT_IN_METADATA as BUILT_IN_METADATA,
-    BUILT_IN_STORAGES as BUILT_IN_STORAGES,
-    Catalog as Catalog,
-    catalog_of as catalog_of,
-)
 from .datasets.held_out import HeldOut as HeldOut, HeldOutImages as HeldOutImages, fixed_crop as fixed_crop
 from .datasets.keys import DATASET_KEYS as DATASET_KEYS, SIMPLETUNER_KEYS as SIMPLETUNER_KEYS
 from .datasets.parse import DataDefaults as DataDefaults, parse_datasets as parse_datasets
@@ -30,9 +24,13 @@ from .datasets.sources import (
     listed_rows as listed_rows,
 )
 from .datasets.spec import (
+    BUILT_IN_METADATA as BUILT_IN_METADATA,
+    BUILT_IN_STORAGES as BUILT_IN_STORAGES,
+    Catalog as Catalog,
     DatasetSpec as DatasetSpec,
     Folder as Folder,
     JsonTable as JsonTable,
+    catalog_of as catalog_of,
     latents_entry as latents_entry,
     own_texts_entry as own_texts_entry,
     texts_entry as texts_entry,
@@ -80,7 +78,7 @@ from .prepared import PreparedData as PreparedData, build_datasets as build_data
 from .scan.build import Progress as Progress
 from .scan.changes import changes as changes, keep as keep
 from .scan.identity import Identity as Identity, Settings as Settings, first_digest as first_digest
-from .scan.image_headers import DECODING_ERRORS as DECODING_ERRORS, EXTENSIONS as EXTENSIONS, read_header as read_header
+from .scan.image_sizes import DECODING_ERRORS as DECODING_ERRORS, EXTENSIONS as EXTENSIONS, read_header as read_header
 from .scan.index import DatasetIndex as DatasetIndex
 from .scan.quarantine import (
     BadSampleError as BadSampleError,
@@ -95,12 +93,14 @@ from .sources.keys import (
     UrlListKeys as UrlListKeys,
     WebDatasetKeys as WebDatasetKeys,
 )
-from .sources.listing import FILES as FILES, rebatched as rebatched, visible_files as visible_files
 from .sources.unchanged import (
+    FILES as FILES,
     ListedOnce as ListedOnce,
     ListingDigest as ListingDigest,
     file_identity as file_identity,
+    rebatched as rebatched,
     stored_identity as stored_identity,
+    visible_files as visible_files,
 )
 from .storage.columns import file_columns as file_columns, list_columns as list_columns
 from .storage.local import LocalStorage as LocalStorage

@@ -15,9 +15,8 @@ from functools import cache
 from pathlib import Path
 
 from smalti.config import Config
-from smalti.data.datasets.catalog import catalog_of
 from smalti.data.datasets.sources import MetadataSource
-from smalti.data.datasets.spec import DatasetSpec
+from smalti.data.datasets.spec import DatasetSpec, catalog_of
 from smalti.data.from_options import Scan, dataset_specs, scan_data
 from smalti.data.scan.build import scan_part
 from smalti.data.scan.ranges.listing import list_range

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from smalti.config import Config, DataOptions, ValidationPrompt, package_of_cache
 from smalti.data.buckets import Bucket
-from smalti.data.datasets.catalog import catalog_of
+from smalti.data.datasets.spec import catalog_of
 from smalti.data.prepared import PreparedData
 from smalti.diffusion import Conditioning
 from smalti.errors import MissingPlugin

@@ -22,10 +22,9 @@ from smalti.config import (
 )
 from smalti.data.batch_check import BatchShape
 from smalti.data.dataset import Dataset
-from smalti.data.datasets.catalog import Catalog, catalog_of
 from smalti.data.datasets.parse import DataDefaults, load_backend_config, parse_datasets
 from smalti.data.datasets.sources import ChecksTable, PricesShuffledReads
-from smalti.data.datasets.spec import DatasetSpec, unused_caches
+from smalti.data.datasets.spec import Catalog, DatasetSpec, catalog_of, unused_caches
 from smalti.data.prepared import DataRules, PreparedData, build_datasets, check_no_overlap, load_datasets, prepare
 from smalti.data.scan.build import Progress
 from smalti.data.scan.tasks import Handed

@@ -14,7 +14,7 @@ from PIL import Image
 from torch import Tensor
 
 from smalti.data.buckets import Bucket, CropSettings
-from smalti.data.scan.image_headers import DECODING_ERRORS, open_image, orientation
+from smalti.data.scan.image_sizes import DECODING_ERRORS, open_image, orientation
 from smalti.data.scan.quarantine import BadSampleError
 from smalti.data.storage.protocol import StorageError, TransientStorageError
 

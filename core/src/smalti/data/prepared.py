@@ -23,10 +23,9 @@ from smalti.data.batch_check import BatchShape, BucketCount, Share
 from smalti.data.buckets import Bucket, CropSettings
 from smalti.data.dataset import Dataset, Sample
 from smalti.data.datasets.captions import NO_TEXT_FILE
-from smalti.data.datasets.catalog import Catalog
 from smalti.data.datasets.kohya_folders import numbered, unread_names_notice
 from smalti.data.datasets.sources import ReadsPlaces, ReportsNotices, ReportsSkipped, UsesFolder
-from smalti.data.datasets.spec import DatasetSpec
+from smalti.data.datasets.spec import Catalog, DatasetSpec
 from smalti.data.order import BucketSamples, Order, Part
 from smalti.data.plan.bucket_rows import BucketRows, rows_by_bucket
 from smalti.data.plan.scheduled_order import ScheduledOrder, Span

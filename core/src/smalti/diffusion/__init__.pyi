@@ -1,4 +1,3 @@
-from .noise import SampleNoise as SampleNoise
 from .objective import (
     PUBLISHED_BETAS as PUBLISHED_BETAS,
     STEPS as STEPS,
@@ -7,6 +6,7 @@ from .objective import (
     Objective as Objective,
     Prediction as Prediction,
     RectifiedFlow as RectifiedFlow,
+    SampleNoise as SampleNoise,
     build_objective as build_objective,
 )
 from .sampling import Sampler as Sampler, seeded_noise as seeded_noise

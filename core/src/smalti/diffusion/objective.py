@@ -5,18 +5,21 @@ Two processes, both written x_t = alpha(t) x0 + sigma(t) e with x0 the latents a
 - `Ddpm`: variance preserving, 1000 discrete steps; predictions epsilon, v_prediction, sample.
 - `RectifiedFlow`: a straight line from image to noise; predictions flow_matching, sample.
 
-Shapes: B batch, latents (B, C, h, w) or any (B, ...); times (B,).
+Random numbers belong to samples, not to ranks. Shapes: B batch, latents (B, C, h, w) or any (B, ...); times (B,); K numbers
+per sample.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
 
 from smalti.errors import UserError
+from smalti.system import derive_seed, uniform_single
 
 Prediction = Literal["epsilon", "v_prediction", "sample", "flow_matching"]
 Conditioning = dict[str, Tensor]
@@ -296,3 +299,31 @@ def zero_terminal_snr(betas: Tensor) -> Tensor:
 def _per_sample(values: Tensor, like: Tensor) -> Tensor:
     """(B,) -> (B, 1, ...), to multiply (B, ...) with, in fp32."""
     return values.float().view(-1, *[1] * (like.dim() - 1))
+
+
+class SampleNoise:
+    """Noise and uniform numbers as a pure function of (seed, sample number).
+
+    A sample's number is unique over the run (say, its position in the order of all samples), so the same sample gets the
+    same noise and the same time whichever rank asks for it, in whatever batch, before or after a resume. Uniform numbers are
+    on the CPU; noise is made on `device`, and its values differ between kinds of device.
+    """
+
+    def __init__(self, seed: int, device: str | torch.device = "cpu") -> None:
+        self.seed = seed
+        self.device = torch.device(device)
+        self._generator = torch.Generator(self.device)
+
+    def normal(self, numbers: Sequence[int], shape: Sequence[int]) -> Tensor:
+        """(B, *shape) unit normal, fp32, independent for each of the B numbers."""
+        noise = torch.empty((len(numbers), *shape), device=self.device)
+        for row, number in zip(noise, numbers, strict=True):
+            self._generator.manual_seed(derive_seed(self.seed, number, 0))
+            row.normal_(generator=self._generator)
+        return noise
+
+    def uniform(self, numbers: Sequence[int], count: int = 1) -> Tensor:
+        """(B, K) numbers strictly between 0 and 1, fp32, K = `count`; the first ones do not depend on `count`."""
+        # 23 bits and a half: every value is exact in fp32 and none is 0 or 1, where quantile functions have no value.
+        rows = [[uniform_single(derive_seed(self.seed, number, 1, k)) for k in range(count)] for number in numbers]
+        return torch.tensor(rows, dtype=torch.float32).view(len(numbers), count)

@@ -19,9 +19,7 @@ from .capabilities import (
     latents_of as latents_of,
     latents_to_keep as latents_to_keep,
 )
-from .compile import compile_blocks as compile_blocks, ensure_compiled as ensure_compiled
 from .context_parallel import Attention as Attention, ContextPlan as ContextPlan, Join as Join, Split as Split
-from .description import config_of as config_of
 from .family import (
     ModelFamily as ModelFamily,
     SampleRequest as SampleRequest,
@@ -29,9 +27,17 @@ from .family import (
     encode as encode,
     native_objective as native_objective,
 )
-from .memory_format import use_channels_last as use_channels_last, wants_channels_last as wants_channels_last
+from .setup import (
+    choose_tf32 as choose_tf32,
+    compile_blocks as compile_blocks,
+    config_of as config_of,
+    ensure_compiled as ensure_compiled,
+    products_in_tf32 as products_in_tf32,
+    tf32_choice as tf32_choice,
+    use_channels_last as use_channels_last,
+    wants_channels_last as wants_channels_last,
+)
 from .size_conditioning import SizeConditioning as SizeConditioning
-from .tf32 import choose_tf32 as choose_tf32, products_in_tf32 as products_in_tf32, tf32_choice as tf32_choice
 from .weight_files import (
     WeightFiles as WeightFiles,
     plain_name as plain_name,

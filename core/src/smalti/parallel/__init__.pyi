@@ -4,7 +4,12 @@ from .accelerator import (
     to_device as to_device,
     use_device as use_device,
 )
-from .collective import RankError as RankError, run_on_all_ranks as run_on_all_ranks, run_on_main_rank as run_on_main_rank
+from .collective import (
+    Boundary as Boundary,
+    RankError as RankError,
+    run_on_all_ranks as run_on_all_ranks,
+    run_on_main_rank as run_on_main_rank,
+)
 from .device_models import (
     DeviceModel as DeviceModel,
     device_model_of as device_model_of,
@@ -63,4 +68,3 @@ from .state import (
     restore as restore,
     shape_of as shape_of,
 )
-from .step_boundary import Boundary as Boundary

@@ -1,4 +1,7 @@
-"""A failure on one rank is raised on every rank, so that none waits forever in the next collective call."""
+"""Ranks act alike: a failure on one is raised on every rank, so that none waits forever in the next collective call.
+
+The step boundary is what a rank may save of the run while nothing else goes on.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,10 @@ import json
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
 
+import torch
+
 from smalti.errors import ExitCode, UserError
+from smalti.parallel.failure_detection import Claim
 from smalti.parallel.protocol import Communicator
 
 
@@ -76,3 +82,38 @@ def run_on_main_rank(communicator: Communicator, action: Callable[[], str], *, i
         while (answer := json.loads(run_on_all_ranks(communicator, look)[0])) is None:
             pass
     return str(answer)
+
+
+class Boundary:
+    """Weights, optimizer state and EMA do not change between two steps. Whatever changes them calls this before and after.
+
+    `state_consistent`: they are those of the last step boundary. `final`: that was the last one of the run and it is saved, so
+    a failure after it loses nothing.
+    """
+
+    def __init__(self, claim: Claim, device: str) -> None:
+        self.state_consistent = True
+        self.final = False
+        self._claim = claim
+        self._event = torch.Event(device) if torch.device(device).type != "cpu" else None
+
+    def leave(self) -> None:
+        """They are about to change. Raises BrokenGroupError once another rank is known to be lost.
+
+        Then what ranks have just computed together can be anything, without an error where it was computed.
+        """
+        with self._claim.changing():
+            self.state_consistent = False
+
+    def reach(self) -> None:
+        """They are what they are to be, as soon as an accelerator has done all that it was asked for up to now."""
+        if self._event is not None:
+            self._event.record()
+        self.state_consistent = True
+
+    def stream(self, device: torch.device) -> torch.Stream:
+        """For copies of them, to use in a `with` statement: it comes after the boundary, and waits for nothing else."""
+        stream = torch.Stream(device)
+        if self._event is not None:
+            stream.wait_event(self._event)
+        return stream

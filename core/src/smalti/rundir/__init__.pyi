@@ -25,8 +25,10 @@ from .events import (
     Event as Event,
     EventKind as EventKind,
     EventWriter as EventWriter,
+    SmoothedMetrics as SmoothedMetrics,
     read_events as read_events,
     read_events_backwards as read_events_backwards,
+    seconds_for as seconds_for,
     to_json as to_json,
 )
 from .goodput import (
@@ -35,16 +37,15 @@ from .goodput import (
     TimeAccount as TimeAccount,
     before_attempt as before_attempt,
 )
-from .heartbeat import STALE_SECONDS as STALE_SECONDS
-from .ownership import Ownership as Ownership
-from .phases import Phase as Phase, PhaseName as PhaseName, Phases as Phases
-from .png import image_settings as image_settings, save_image as save_image, write_png as write_png
-from .recent import SmoothedMetrics as SmoothedMetrics, seconds_for as seconds_for
-from .visibility import (
+from .heartbeat import (
     PREFLIGHT_REPORT as PREFLIGHT_REPORT,
+    STALE_SECONDS as STALE_SECONDS,
     visible_seconds as visible_seconds,
     wait_for_directory as wait_for_directory,
 )
+from .ownership import Ownership as Ownership
+from .phases import Phase as Phase, PhaseName as PhaseName, Phases as Phases
+from .png import image_settings as image_settings, save_image as save_image, write_png as write_png
 from .writer import (
     ATTEMPT_VARIABLE as ATTEMPT_VARIABLE,
     GROUP_VARIABLE as GROUP_VARIABLE,

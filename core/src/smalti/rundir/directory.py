@@ -36,11 +36,10 @@ from uuid import uuid4
 from pydantic import TypeAdapter, ValidationError
 
 from smalti.errors import ExitCode, UserError
-from smalti.rundir.events import Event, complete_size, read_events, read_events_backwards
+from smalti.rundir.events import Event, complete_size, read_events, read_events_backwards, seconds_for
 from smalti.rundir.goodput import Goodput, goodput_of
 from smalti.rundir.heartbeat import DOUBT_SECONDS, Heartbeat, HeartbeatWatch
 from smalti.rundir.phases import Phase
-from smalti.rundir.recent import seconds_for
 from smalti.system import Process, atomic_write
 
 SCHEMA = 1
@@ -112,7 +111,7 @@ class Request:
 class Summary:
     """A run in one row. Values that are not known yet are None. `updated` is the time of its last event.
 
-    `phase` is the phase of a running run. Loss and speed are smoothed (`smalti.rundir.recent`). `goodput` is None for runs of
+    `phase` is the phase of a running run. Loss and speed are smoothed (`smalti.rundir.events`). `goodput` is None for runs of
     earlier versions.
     """
 

@@ -2,13 +2,16 @@
 
 Clocks of nodes differ, and so do those of file servers. So the time of the file is never compared with a clock to decide
 whether a run lives: what counts is that it changes, and for how long it has not changed on the clock of the process that looks.
+How long a node waits to see what another one has written there is what the preflight has measured.
 """
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 from smalti.system import Process
 
@@ -80,3 +83,31 @@ class HeartbeatWatch:
     def age(self) -> float:
         """The age to show: what was seen, or by this node's clock if that is more and nothing speaks against it."""
         return max(self._silence, self._apparent_age if self.stale and not self.changed else 0.0)
+
+
+PREFLIGHT_REPORT = Path("nodes", "preflight.json")
+"""The last report of the preflight, in the run directory."""
+_LONGEST_SECONDS = 90.0
+_LEAST_SECONDS, _FACTOR = 2.0, 10.0
+"""The storage may be busier than when it was measured."""
+
+
+def visible_seconds(directory: Path) -> float:
+    """How long files may take to be seen on other nodes; 0 if that was not measured for this run."""
+    try:
+        measured = json.loads((directory / PREFLIGHT_REPORT).read_bytes())["measured"]["visible_seconds"]
+    except (OSError, ValueError, TypeError, KeyError):
+        return 0.0
+    return min(_LONGEST_SECONDS, _LEAST_SECONDS + _FACTOR * measured) if isinstance(measured, float | int) else 0.0
+
+
+def wait_for_directory(path: Path, run_directory: Path) -> bool:
+    """Wait until a directory that another node has made is seen here. Returns whether it is, after `visible_seconds`."""
+    if path.is_dir():
+        return True
+    deadline = time.monotonic() + visible_seconds(run_directory)
+    while time.monotonic() < deadline:
+        time.sleep(0.1)
+        if path.is_dir():
+            return True
+    return False

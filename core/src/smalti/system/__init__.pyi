@@ -1,6 +1,5 @@
 from . import exit_reports as exit_reports, files as files
 from .current_hook import current_hook as current_hook, record_hook as record_hook, record_hook_in as record_hook_in
-from .exit import ProcessExit as ProcessExit, flush_standard_streams as flush_standard_streams
 from .exit_reports import (
     FOLDER_VARIABLE as FOLDER_VARIABLE,
     SIGNALLED as SIGNALLED,
@@ -40,14 +39,23 @@ from .files import (
 )
 from .imports import importing as importing, keep_imports as keep_imports
 from .liveness import (
+    LostPeers as LostPeers,
     exit_within as exit_within,
     latest_progress as latest_progress,
     note_progress as note_progress,
+    read_lost_peers as read_lost_peers,
     seconds_without_progress as seconds_without_progress,
+    write_lost_peers as write_lost_peers,
 )
-from .lost_peers import LostPeers as LostPeers, read_lost_peers as read_lost_peers, write_lost_peers as write_lost_peers
-from .parent import PARENT_VARIABLE as PARENT_VARIABLE, die_with_parent as die_with_parent
-from .process import Process as Process, kill_tree as kill_tree, raise_open_files_limit as raise_open_files_limit
+from .process import (
+    PARENT_VARIABLE as PARENT_VARIABLE,
+    Process as Process,
+    ProcessExit as ProcessExit,
+    die_with_parent as die_with_parent,
+    flush_standard_streams as flush_standard_streams,
+    kill_tree as kill_tree,
+    raise_open_files_limit as raise_open_files_limit,
+)
 from .report_timer import ReportTimer as ReportTimer
 from .signals import (
     STOPPING as STOPPING,

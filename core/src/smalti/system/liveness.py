@@ -1,17 +1,23 @@
-"""Progress of a rank that is saving, which the launcher checks before it kills a rank that does not exit.
+"""Files by which processes of a node tell each other how they are.
 
-Importing this module imports no torch.
+A rank that is saving writes its progress, which the launcher checks before it kills a rank that does not exit. The agent writes
+what it knows of the other nodes of the launch. Importing this module imports no torch.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import threading
 import time
+from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
 
-from smalti.system.exit import flush_standard_streams
-from smalti.system.exit_reports import exit_report_file, launched
+from smalti.system.exit_reports import FOLDER_VARIABLE, exit_report_file, launched
+from smalti.system.files import atomic_write
+from smalti.system.process import flush_standard_streams
 
 _EVERY_SECONDS = 1.0
 
@@ -70,3 +76,35 @@ def latest_progress(rank: int) -> float:
         return exit_report_file(rank).stat().st_mtime
     except OSError:
         return 0.0
+
+
+_FILE = "lost.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class LostPeers:
+    """`nodes` that are lost, and `ranks` that were killed, by their numbers, each with how that was noticed.
+
+    `fix` is what a user can do about lost nodes.
+    """
+
+    nodes: Mapping[int, str] = field(default_factory=dict)
+    ranks: Mapping[int, str] = field(default_factory=dict)
+    fix: str = field(default="", compare=False)
+
+
+def write_lost_peers(peers: LostPeers) -> None:
+    """Let the ranks of this node know, in its agent. Has no effect where the file cannot be written."""
+    with suppress(OSError):
+        atomic_write(Path(os.environ[FOLDER_VARIABLE]) / _FILE, json.dumps(asdict(peers)).encode())
+
+
+def read_lost_peers() -> LostPeers:
+    """What the agent has written; nothing where no launcher has started this process. Costs one call of the system."""
+    folder = os.environ.get(FOLDER_VARIABLE)
+    try:
+        values = json.loads((Path(folder) / _FILE).read_bytes()) if folder is not None else {}
+    except (OSError, ValueError):
+        return LostPeers()
+    nodes, ranks = ({int(number): why for number, why in values.get(kind, {}).items()} for kind in ("nodes", "ranks"))
+    return LostPeers(nodes=nodes, ranks=ranks, fix=values.get("fix", ""))

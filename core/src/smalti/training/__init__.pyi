@@ -7,27 +7,26 @@ from .build_run import (
     wrap_model as wrap_model,
 )
 from .failures.fault_watch import FaultWatch as FaultWatch
-from .failures.leaving import LEAVE_SECONDS as LEAVE_SECONDS
 from .failures.out_of_memory import memory_explained as memory_explained
 from .failures.step_times import ForwardTime as ForwardTime, StepTimes as StepTimes
-from .failures.watchdog import Watchdog as Watchdog
+from .failures.watchdog import LEAVE_SECONDS as LEAVE_SECONDS, Watchdog as Watchdog
 from .inference_export import Exported as Exported, export as export
 from .loss import DenoisingLoss as DenoisingLoss, denoising_loss as denoising_loss
 from .opening import become_run as become_run, rank_info as rank_info
-from .optim.lr_schedule import build_scheduler as build_scheduler
-from .optim.optimizers import (
-    build_registered as build_registered,
-    decouple_decay as decouple_decay,
-    matrices as matrices,
-    parameter_groups as parameter_groups,
-)
-from .optim.shards import (
+from .optim.ema import (
     count_step as count_step,
     grouped as grouped,
     local_part as local_part,
     local_parts as local_parts,
     sum_over_shards as sum_over_shards,
     with_gradients as with_gradients,
+)
+from .optim.lr_schedule import build_scheduler as build_scheduler
+from .optim.optimizers import (
+    build_registered as build_registered,
+    decouple_decay as decouple_decay,
+    matrices as matrices,
+    parameter_groups as parameter_groups,
 )
 from .resume import check_adapter as check_adapter
 from .resume_checks import check_resumable as check_resumable

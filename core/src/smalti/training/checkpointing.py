@@ -10,8 +10,8 @@ from smalti.config import CheckpointOptions, RunOptions
 from smalti.hookspecs import HookSpecs
 from smalti.parallel import Communicator, portable_name
 from smalti.plugins import notify_each
+from smalti.training.metrics import broadcast_running_stats
 from smalti.training.run import Run
-from smalti.training.validation.running_stats import broadcast_running_stats
 from smalti.types import Checkpoint, Outcome, StopReason
 
 _log = logging.getLogger(__name__)

@@ -34,10 +34,9 @@ from smalti.system import derive_seed
 from smalti.training.failures.disk_space import DiskSpace
 from smalti.training.failures.step_times import ForwardTime, StepTimes
 from smalti.training.loss import DenoisingLoss
-from smalti.training.metrics import log_metrics, metrics_of
+from smalti.training.metrics import Memory, Utilisation, log_metrics, metrics_of, peak_of
 from smalti.training.optim.ema import Ema
 from smalti.training.optim.lr_schedule import Cadence, build_scheduler
-from smalti.training.utilization import Memory, Utilisation, peak_of
 from smalti.types import (
     Block,
     RunInfo,

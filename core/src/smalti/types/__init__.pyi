@@ -1,17 +1,8 @@
-from .commands import CommandCollector as CommandCollector, Deferred as Deferred
 from .distribution import (
     Block as Block,
     DistributedPlan as DistributedPlan,
     LaunchEntry as LaunchEntry,
     World as World,
-)
-from .faults import (
-    FaultAction as FaultAction,
-    GpuFault as GpuFault,
-)
-from .findings import (
-    Finding as Finding,
-    FindingLevel as FindingLevel,
 )
 from .progress import (
     Outcome as Outcome,
@@ -26,23 +17,27 @@ from .registered import (
     CacheEntry as CacheEntry,
     CheckpointFormat as CheckpointFormat,
     Cleared as Cleared,
+    CommandCollector as CommandCollector,
+    Communication as Communication,
+    Deferred as Deferred,
     FamilyEntry as FamilyEntry,
+    FrozenStorage as FrozenStorage,
     MetadataEntry as MetadataEntry,
     OptimizerEntry as OptimizerEntry,
     Origin as Origin,
+    Part as Part,
+    Recompute as Recompute,
     Registered as Registered,
     StorageEntry as StorageEntry,
+    Strategy as Strategy,
 )
 from .results import (
     Checkpoint as Checkpoint,
     EvaluationResult as EvaluationResult,
+    FaultAction as FaultAction,
+    Finding as Finding,
+    FindingLevel as FindingLevel,
+    GpuFault as GpuFault,
     ValidationImage as ValidationImage,
     ValidationResult as ValidationResult,
-)
-from .strategies import (
-    Communication as Communication,
-    FrozenStorage as FrozenStorage,
-    Part as Part,
-    Recompute as Recompute,
-    Strategy as Strategy,
 )

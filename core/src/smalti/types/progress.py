@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from smalti.errors import ExitCode
 from smalti.rundir import Phases
 from smalti.types.distribution import World
-from smalti.types.faults import GpuFault
+from smalti.types.results import GpuFault
 
 if TYPE_CHECKING:
     from smalti.config import Config
@@ -127,9 +127,9 @@ class StepResult:
     `samples` is the effective batch, `seconds` the wall time of the step and `data_seconds` the wait for its data. `skipped`
     means that the step changed nothing, because the loss was not finite.
 
-    `mfu` is the model FLOPs utilization (`smalti.training.utilization`). `peak_memory_mb` is the peak memory of the main rank's
+    `mfu` is the model FLOPs utilization (`smalti.training.metrics`). `peak_memory_mb` is the peak memory of the main rank's
     device since the last logged step, in MiB, or of its process on the CPU. Both are set on logged steps only. `smoothed_loss`
-    and `recent_samples_per_second` are the values of the console (`smalti.rundir.recent`).
+    and `recent_samples_per_second` are the values of the console (`smalti.rundir.events`).
     """
 
     step: int

@@ -15,10 +15,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 
-from smalti.checkpoint.format.digests import write_with_digest
 from smalti.checkpoint.format.manifest import WEIGHTS, FileRecord
 from smalti.checkpoint.format.safetensors_layout import Chunk, StoredTensor, encode_header, split
 from smalti.checkpoint.format.safetensors_reader import TensorFiles
+from smalti.checkpoint.format.verification import write_with_digest
 from smalti.system import Block, files
 
 LARGEST_FILE = 10 * 10**9

@@ -8,8 +8,7 @@ from pathlib import Path
 
 from smalti.config import Config, DataOptions, RunOptions
 from smalti.data.buckets import Bucket, CropSettings
-from smalti.data.datasets.catalog import catalog_of
-from smalti.data.datasets.spec import DatasetSpec
+from smalti.data.datasets.spec import DatasetSpec, catalog_of
 from smalti.data.from_options import data_rules, dataset_specs
 from smalti.data.plan.bucket_rows import known_buckets
 from smalti.data.prepared import crop_settings_of

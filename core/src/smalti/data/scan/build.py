@@ -20,7 +20,7 @@ import pyarrow as pa
 
 from smalti.data.datasets.sources import MetadataSource, RecognizesUnchanged, ReportsSkipped, describe_skipped
 from smalti.data.datasets.spec import DatasetSpec
-from smalti.data.scan.image_headers import EXTENSIONS
+from smalti.data.scan.image_sizes import EXTENSIONS
 from smalti.data.scan.index import DatasetIndex, load_index
 from smalti.data.scan.index_file import IndexFile, IndexWriter, recipe_of
 from smalti.data.scan.parts import chosen, listed_parts, with_last
@@ -90,7 +90,7 @@ def _unchanged(spec: DatasetSpec, source: MetadataSource, cache: Path) -> Datase
 
 def scan_part(spec: DatasetSpec, storage: Storage, source: MetadataSource, cache: Path, task: Task) -> None:
     """Do a part of another rank's scan of the index `cache`."""
-    from smalti.data.scan.earlier import EarlierRows
+    from smalti.data.scan.changes import EarlierRows
     from smalti.data.scan.rows import Rows
 
     wait_for(Path(task.listed))
@@ -114,7 +114,7 @@ class _Scan:
 
     def write(self, sink: BinaryIO | pa.NativeFile, earlier: list[Path], progress: Progress | None) -> None:
         """Scan, and write the index. `earlier` are files with rows that may be reused."""
-        from smalti.data.scan.earlier import EarlierRows  # imported here: few processes need pyarrow.compute
+        from smalti.data.scan.changes import EarlierRows  # imported here: few processes need pyarrow.compute
         from smalti.data.scan.rows import Rows, without_caption
 
         rows = Rows(spec=self.spec, storage=self.storage, source=self.source, earlier=EarlierRows.open(self.spec, earlier))

@@ -13,7 +13,7 @@ import pyarrow.compute as pc
 
 from smalti.data.datasets.sources import CAPTION_EXTENSIONS, DESCRIPTIONS, Listed, ListedState, listed_columns, listed_rows
 from smalti.data.datasets.spec import DatasetSpec
-from smalti.data.scan.image_headers import EXTENSIONS
+from smalti.data.scan.image_sizes import EXTENSIONS
 from smalti.data.sources.unchanged import ListedOnce, ListingDigest
 from smalti.data.storage.protocol import ListsFileColumns, Storage, StoredFile
 

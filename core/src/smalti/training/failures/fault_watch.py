@@ -23,7 +23,7 @@ from smalti.plugins import Plugins
 from smalti.system import describe, signal_handler, write_exit_report
 from smalti.training.failures.emergency_save import emergency_save
 from smalti.training.failures.faults import decide, request
-from smalti.training.failures.leaving import leave
+from smalti.training.failures.watchdog import leave
 from smalti.training.run import Run
 from smalti.types import FaultAction, RankInfo, RunState
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from smalti.config import Config, OptimizerOptions
 from smalti.errors import BrokenPlugin, CheckpointError
 from smalti.plugins import create, find_optimizer
-from smalti.training.optim.shards import local_parts
+from smalti.training.optim.ema import local_parts
 from smalti.types import OptimizerEntry
 
 

@@ -17,8 +17,8 @@ from smalti.models import SampleRequest, ScalesAdapter
 from smalti.plugins import notify_each
 from smalti.rundir import save_image
 from smalti.training.failures.attempts import AttemptFailed, computed, on_all_ranks
+from smalti.training.metrics import broadcast_running_stats
 from smalti.training.validation.plan import PlannedImage, batches, planned_images
-from smalti.training.validation.running_stats import broadcast_running_stats
 from smalti.types import ValidationImage, ValidationResult
 
 if TYPE_CHECKING:

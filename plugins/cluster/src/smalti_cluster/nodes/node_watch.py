@@ -2,7 +2,7 @@
 
 Each agent publishes a number that changes every second in the store of the rendezvous. A node whose number does not change for
 `--node_timeout` is lost; for the other nodes so is node 0, which has the store, if the store does not answer for that long. The
-ranks of the node read it in a file (`smalti.system.lost_peers`) and leave, after an emergency save where that is possible.
+ranks of the node read it in a file (`smalti.system.liveness`) and leave, after an emergency save where that is possible.
 
 In the agents, because they compute nothing: a rank that holds Python's lock for long would seem lost. In the store, because
 training needs that connection in any case: no other port, and no shared file system. Times are of the own monotonic clock.
