@@ -263,9 +263,8 @@ def _average_late(ema) -> None:
 
 def _resume(run) -> None:
     """Load what a checkpoint of this run would give, as far as places, shapes and types go."""
-    from smalti.checkpoint.dtypes import NAMES
-
     from smalti.checkpoint.format.safetensors_layout import StoredTensor
+    from smalti.checkpoint.planning import NAMES
     from smalti.checkpoint.reader import _allocated_state
     from smalti.parallel.state import named_state, shape_of
     from smalti.training.checkpointing import empty_snapshot, take_snapshot
