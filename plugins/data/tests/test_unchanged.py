@@ -17,7 +17,7 @@ from smalti.data.datasets.spec import DatasetSpec
 from smalti.data.scan.build import build_index
 from smalti.data.scan.index import DatasetIndex
 from smalti.data.sources import unchanged
-from smalti.data.sources.image_files import Discovery
+from smalti.data.sources.discovery import Discovery
 from smalti.data.storage.local import LocalStorage
 from smalti.plugins import load_plugins
 from smalti_data.json_table import JsonLines

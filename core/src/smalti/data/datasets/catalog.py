@@ -19,7 +19,7 @@ E = TypeVar("E", StorageEntry, MetadataEntry)
 
 BUILT_IN_STORAGES = (StorageEntry(name="local", title="A folder", factory="smalti.data.storage.local:open_local"),)
 BUILT_IN_METADATA = (
-    MetadataEntry(name="discovery", title="The images themselves", factory="smalti.data.sources.image_files:Discovery"),
+    MetadataEntry(name="discovery", title="The images themselves", factory="smalti.data.sources.discovery:Discovery"),
 )
 
 

@@ -11,10 +11,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from smalti.data.datasets.sources import CAPTION_EXTENSIONS, DESCRIPTIONS, Listed, ListedState, listed_columns, listed_rows
-from smalti.data.datasets.spec import DatasetSpec
+from smalti.data.datasets.sources import CAPTION_EXTENSIONS, DESCRIPTIONS
 from smalti.data.scan.image_headers import EXTENSIONS
-from smalti.data.sources.unchanged import ListedOnce, ListingDigest
+from smalti.data.sources.unchanged import ListingDigest
 from smalti.data.storage.protocol import ListsFileColumns, Storage, StoredFile
 
 WINDOW = 1 << 16
@@ -133,31 +132,3 @@ def _stems(keys_of: pa.RecordBatch) -> pa.Array:
 def _has_extension(keys: pa.Array, extensions: Iterable[str]) -> pa.Array:
     names = "|".join(sorted(extension.removeprefix(".") for extension in extensions))
     return pc.match_substring_regex(keys, rf"\.(?:{names})$", ignore_case=True)
-
-
-class Discovery:
-    """Every image below the dataset's root, by file extension. Hidden files and folders (".name") are skipped."""
-
-    def __init__(self, spec: DatasetSpec, storage: Storage) -> None:
-        self._spec = spec
-        self._storage = self._listing = storage
-        self.skipped_files: Mapping[str, int] = {}
-        self.listed_state: ListedState | None = None
-
-    def is_unchanged(self, before: ListedState) -> bool:
-        listing = ListedOnce(self._storage)
-        if not listing.is_same(before.digest, self._spec.id):
-            self._listing = cast(Storage, listing)
-            return False
-        self.skipped_files = before.skipped_files
-        return True
-
-    def list(self) -> Iterator[Listed]:
-        return listed_rows(self)
-
-    def list_columns(self) -> Iterator[pa.RecordBatch]:
-        files = ImageFiles(self._listing, self._spec.caption_extension)
-        for images in files.batches():
-            yield listed_columns(images)
-        self.skipped_files = files.skipped
-        self.listed_state = ListedState(digest=files.digest.result(self._spec.id), skipped_files=files.skipped)
