@@ -1,5 +1,4 @@
-"""Smoothed loss and speed of a run: the same on the console, in `smalti run ls` and in `smalti run watch`.
-Also when a report of other long work is due, and how long its rest takes.
+"""Smoothed loss and speed of a run: the same on the console, in `smalti run ls` and in `smalti run watch`. And when to report other long work.
 
 The loss and the duration of single steps vary too much to be read. Importing this module imports no torch.
 """
