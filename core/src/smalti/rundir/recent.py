@@ -1,6 +1,7 @@
-"""Smoothed loss and speed of a run: the same on the console, in `smalti run ls` and in `smalti run watch`. And when to report other long work.
+"""Smoothed loss and speed of a run: the same on the console, in `smalti run ls` and in `smalti run watch`.
 
-The loss and the duration of single steps vary too much to be read. Importing this module imports no torch.
+The loss and the duration of single steps vary too much to be read. Also when other long work is reported. Importing this
+module imports no torch.
 """
 
 from __future__ import annotations
