@@ -39,7 +39,7 @@ from .heartbeat import STALE_SECONDS as STALE_SECONDS
 from .ownership import Ownership as Ownership
 from .phases import Phase as Phase, PhaseName as PhaseName, Phases as Phases
 from .png import image_settings as image_settings, save_image as save_image, write_png as write_png
-from .recent import SmoothedMetrics as SmoothedMetrics, seconds_for as seconds_for
+from .recent import ReportTimer as ReportTimer, SmoothedMetrics as SmoothedMetrics, seconds_for as seconds_for
 from .visibility import (
     PREFLIGHT_REPORT as PREFLIGHT_REPORT,
     visible_seconds as visible_seconds,

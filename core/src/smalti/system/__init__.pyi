@@ -48,7 +48,6 @@ from .liveness import (
 from .lost_peers import LostPeers as LostPeers, read_lost_peers as read_lost_peers, write_lost_peers as write_lost_peers
 from .parent import PARENT_VARIABLE as PARENT_VARIABLE, die_with_parent as die_with_parent
 from .process import Process as Process, kill_tree as kill_tree, raise_open_files_limit as raise_open_files_limit
-from .report_timer import ReportTimer as ReportTimer
 from .signals import (
     STOPPING as STOPPING,
     SignalFilter as SignalFilter,

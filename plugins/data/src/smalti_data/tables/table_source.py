@@ -25,6 +25,7 @@ from smalti.data import (
     Storage,
     StorageError,
     depends_on_text_file,
+    listed_rows,
     rebatched,
     visible_files,
 )
@@ -94,9 +95,7 @@ class TableSource(ABC):
         return self._spec.id, identity, str(self._spec.instance_data_dir or ""), self._columns.model_dump_json()
 
     def list(self) -> Iterator[Listed]:
-        for batch in self.list_columns():
-            for row in batch.to_pylist():
-                yield Listed(**row | {"captions": None if row["captions"] is None else tuple(row["captions"])})
+        return listed_rows(self)
 
     def list_columns(self) -> Iterator[pa.RecordBatch]:
         self.listed_state = None

@@ -47,7 +47,8 @@ from smalti.data import (
     visible_files,
     wrong_values,
 )
-from smalti.system import ReportTimer, atomic_write
+from smalti.rundir import ReportTimer
+from smalti.system import atomic_write
 from smalti_data.file_names import extension_of, with_extension
 from smalti_data.tables.columns import Projection, TableColumns, column, leaf, leaves
 from smalti_data.tables.csv_table import CsvSource, CsvTable
