@@ -9,9 +9,9 @@ import pytest
 FILE_LINES = 500
 FUNCTION_LINES = 60
 SPECIAL = {"trainer.py": 200}
-CORE_LINES = 39_234
+CORE_LINES = 23_127
 """Lines of code of the core, which may only fall: lower the number with the code."""
-KERNEL_LINES = 5_737
+KERNEL_LINES = 4_808
 KERNEL = ("errors.py", "hookspecs.py", "types", "plugins", "config", "system")
 SLACK = 50
 """How far below its number the core may be."""
