@@ -2,6 +2,7 @@
 
 import socket
 import sys
+import threading
 
 import pytest
 from PIL import Image
@@ -62,6 +63,7 @@ def test_a_machine_that_waits_in_vain_for_the_first_one_says_so(wanted, plugins,
     with pytest.raises(PreflightError, match=r"node 0 did not create the run directory .* within 1 s"):
         Preparation.of(wanted(*flags), plugins, write=True)
     assert not (tmp_path / "run").exists()
+    assert [thread.name for thread in threading.enumerate() if thread.name.startswith("nodes-")] == []
 
 
 def test_a_wrong_address_of_node_0_is_found_before_the_others_wait_for_it(wanted, plugins, tmp_path):
