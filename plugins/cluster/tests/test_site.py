@@ -11,9 +11,9 @@ from torch.distributed.run import config_from_args, parse_args
 from smalti.config import TrainingOptions
 from smalti.config.resolution import resolve
 from smalti.errors import ConfigError, PreflightError
+from smalti.launch.checks import launch_entry
 from smalti.launch.plan import LaunchPlan
 from smalti.launch.preflight import Preparation
-from smalti.launch.site import launch_entry
 from smalti.parallel.devices import native_bf16
 from smalti.plugins.discovery import Selection, load_plugins
 from smalti.plugins.schema import schema_of
