@@ -9,8 +9,10 @@ import pytest
 from smalti.config import CheckpointOptions, DataOptions, OptimizerOptions, RunOptions, TrainingOptions
 from smalti.config.options import OptionGroup, Options, Schema, option
 from smalti.config.resolution import resolve, restore
+from smalti.config.retired_options import RETIRED
 from smalti.config.toml import as_toml
 from smalti.errors import ConfigError, ExitCode
+from smalti.plugins import Selection, load_plugins, schema_of
 
 ACCELERATE = "distributed_type: 'NO'\nmixed_precision: {}\nnum_processes: 1\n"
 
@@ -74,6 +76,42 @@ def test_a_former_name_works_with_a_notice(configure):
     assert (config[CheckpointOptions].checkpoints_total_limit, config[CheckpointOptions].checkpoint_step_interval) == (3, 7)
     assert "save_total_limit is called checkpoints_total_limit here" in config.notices
     assert "checkpointing_steps is called checkpoint_step_interval here" in config.notices
+
+
+RETIRED_VALUES = [(name, row.value) for name, row in RETIRED.items() if row.value is not None]
+
+
+@pytest.mark.parametrize(("name", "value"), RETIRED_VALUES)
+def test_a_retired_option_with_the_value_that_is_always_used_is_accepted(configure, write, name, value):
+    file = write("run.json", json.dumps({name: value, f"--{name}": str(value)}))
+    config = configure(f"--{name}={value}", file=file, environment={f"SMALTI_{name.upper()}": str(value)})
+    assert (config.changes(), config.notices) == ({}, ())
+
+
+@pytest.mark.parametrize("name", RETIRED)
+def test_another_value_of_a_retired_option_is_a_problem_with_its_place_and_what_to_do(configure, write, name):
+    fix = RETIRED[name].instead
+    for where, given in (
+        ("command line", {"flags": (f"--{name}=-7",)}),
+        (f"environment variable SMALTI_{name.upper()}", {"flags": (), "environment": {f"SMALTI_{name.upper()}": "-7"}}),
+        (str(write("run.json", json.dumps({name: -7}))), {"flags": (), "file": write("run.json", json.dumps({name: -7}))}),
+    ):
+        found = problems(configure, *given.pop("flags"), **given)
+        assert f"{where}: " in found
+        assert "there is no such option any more" in found
+        assert fix in found
+
+
+def test_a_retired_option_that_is_null_or_a_default_of_a_run_is_accepted(configure, write):
+    defaults = "".join(f"{name} = -7\n" for name in RETIRED)
+    config = configure("--allow_tf32", file=write("run.toml", f"[defaults]\n{defaults}"))
+    assert config.notices == ()
+    assert configure(file=write("run.json", json.dumps(dict.fromkeys(RETIRED)))).notices == ()
+
+
+def test_no_option_has_the_name_of_a_retired_one():
+    options = schema_of(load_plugins(Selection())).options
+    assert RETIRED.keys() & options.keys() == set()
 
 
 def test_the_singular_of_a_list_needs_no_notice(configure):

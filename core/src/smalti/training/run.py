@@ -48,6 +48,8 @@ from smalti.types import (
 )
 
 _log = logging.getLogger(__name__)
+MOST_SKIPPED_STEPS = 10
+"""Steps in a row that are skipped for a loss that is not finite or a fault of the accelerator, before the run stops."""
 
 
 @dataclass(kw_only=True)
@@ -122,8 +124,6 @@ class Run:
             accumulation=self.config[TrainingOptions].gradient_accumulation_steps,
             errors=self.data.error_budget(self.directory.data / f"loading.rank-{self.world.rank}.quarantine.jsonl"),
             position=self.state.position,
-            prefetch=options.dataloader_prefetch,
-            cache_bytes=options.dataset_cache_mb * 2**20,
             latents=self.encoded.latents,
             texts=self.encoded.texts,
         )
@@ -134,7 +134,7 @@ class Run:
         self.utilisation = Utilisation(
             family=self.family,
             trained=self.info.trainable / self.info.parameters,
-            peak=peak_of(self.world, self.config[TrackingOptions].device_tflops, products(self.config, kind)),
+            peak=peak_of(self.world, products(self.config, kind)),
         )
         self.memory = Memory(self.world.device)
         self.forward_time = ForwardTime(self.world.device)
@@ -181,7 +181,7 @@ class Run:
         state.samples += result.samples
         if result.skipped and options.nonfinite_loss == "stop":
             state.request_stop(StopReason.NON_FINITE, f"the loss or its gradient is not finite in step {result.step + 1}")
-        elif state.skipped >= options.max_skipped_steps:
+        elif state.skipped >= MOST_SKIPPED_STEPS:
             message = f"{state.skipped} steps in a row had a loss or gradient that is not finite"
             state.request_stop(StopReason.NON_FINITE, message)
         if broken := self.batches.budget_exhausted:

@@ -58,13 +58,6 @@ class LaunchOptions(Options):
     dynamo_mode: Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"] | None = option(
         None, help="Mode of torch.compile.", level="expert", when="dynamo_backend", accelerate="dynamo_config.dynamo_mode"
     )
-    dynamo_recompile_limit: int = option(
-        16,
-        help="Number of input shapes compiled per block. Other shapes run uncompiled.",
-        level="expert",
-        when="dynamo_backend",
-        ge=1,
-    )
 
 
 def cuda_graph_problem(options: LaunchOptions, reason: str) -> Problem | None:

@@ -92,7 +92,7 @@ RUN_KEYS: Mapping[str, Rule] = {
     ),
     "dynamo_use_regional_compilation": ignored("blocks are compiled one by one", True),
     "dynamo_fullgraph": ignored("blocks are compiled one by one", False),
-    "dynamo_dynamic": ignored("each shape is compiled, up to dynamo_recompile_limit", False),
+    "dynamo_dynamic": ignored("each shape is compiled, up to 16", False),
     "i_know_what_i_am_doing": ignored("no option needs it"),
     "configs_dir": ignored("the configuration is the file that is given"),
     "merge_environment_config": ignored("the configuration is the file that is given"),
