@@ -420,17 +420,17 @@ def begun(tmp_path):
 
 
 def test_a_run_keeps_the_defaults_of_the_version_that_began_it(configure, begun):
-    run = begun({"defaults": {"eval_timesteps": 7, "seed": 42, "gone": 1, "adam_beta1": 0.5, "allow_tf32": True}})
+    run = begun({"defaults": {"validation_batch_size": 7, "seed": 42, "gone": 1, "adam_beta1": 0.5, "allow_tf32": True}})
     config = configure(f"--output_dir={run}", "--adam_beta1=0.6")
-    assert [config.value(name) for name in ("eval_timesteps", "seed", "adam_beta1")] == [7, 42, 0.6]
-    assert config.notices == ("eval_timesteps: 7, the default when the run began; it is 5 now",)
+    assert [config.value(name) for name in ("validation_batch_size", "seed", "adam_beta1")] == [7, 42, 0.6]
+    assert config.notices == ("validation_batch_size: 7, the default when the run began; it is 8 now",)
     assert config.given().keys() == {"output_dir", "adam_beta1"}
 
 
 def test_a_new_run_has_the_defaults_of_this_version(configure, begun):
-    run = begun({"defaults": {"eval_timesteps": 7}})
+    run = begun({"defaults": {"validation_batch_size": 7}})
     (run / "events.jsonl").unlink()
-    assert configure(f"--output_dir={run}").value("eval_timesteps") == 5
+    assert configure(f"--output_dir={run}").value("validation_batch_size") == 8
 
 
 def test_a_run_of_a_version_that_kept_none_has_the_defaults_of_then(configure, begun):
@@ -452,17 +452,22 @@ def test_a_run_of_a_version_without_an_option_continues_as_that_version_did(conf
 
 
 def test_the_configuration_of_a_run_carries_its_defaults_to_other_directories(configure, begun, write, tmp_path):
-    run = begun({"defaults": {"eval_timesteps": 7, "allow_tf32": True}})
+    run = begun({"defaults": {"validation_batch_size": 7, "allow_tf32": True}})
     text = as_toml(configure(f"--output_dir={run}", "--seed=5"), defaults=True)
     top, _, defaults = text.partition("[defaults]")
-    assert ("seed = 5" in top, "eval_timesteps" in top, "eval_timesteps = 7" in defaults, "\nseed =" in defaults) == (
+    assert (
+        "seed = 5" in top,
+        "validation_batch_size" in top,
+        "validation_batch_size = 7" in defaults,
+        "\nseed =" in defaults,
+    ) == (
         1,
         0,
         1,
         0,
     )
     again = configure(f"--output_dir={tmp_path / 'other'}", "--adam_beta1=0.6", file=write("kept.toml", text))
-    assert [again.value(name) for name in ("eval_timesteps", "seed", "adam_beta1")] == [7, 5, 0.6]
+    assert [again.value(name) for name in ("validation_batch_size", "seed", "adam_beta1")] == [7, 5, 0.6]
     assert [notice for notice in again.notices if "adam_beta1" in notice] == []
 
 

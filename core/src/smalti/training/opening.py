@@ -8,11 +8,10 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import cast
 
-from smalti.config import Config, DataOptions, RunOptions, ValidationPrompt
+from smalti.config import Config, RunOptions, ValidationPrompt
 from smalti.data import (
     Encoded,
     PreparedData,
-    copy_to_node,
     encode_ahead,
     load_data,
     scan_data_on_all_ranks,
@@ -73,11 +72,9 @@ def open_data(
             )
             for notice in notices:
                 print(f"smalti: note: {notice}", file=sys.stderr)
-        copies = config[DataOptions].data_index_dir
-        indexes = directory if copies is None else copy_to_node(directory, copies, communicator)
     except RankError as failure:
         raise failure.for_user() from failure
-    data = load_data(config, plugins, family.alignment, indexes)
+    data = load_data(config, plugins, family.alignment, directory)
     encoded = encode_ahead(config, plugins, family, data, communicator, directory, phases, prompts)
     phases.enter("building")
     return data, encoded

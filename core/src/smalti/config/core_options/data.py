@@ -111,11 +111,6 @@ class DataOptions(Options):
         level="advanced",
         tradeoff="no disk space, slower steps and the text encoders in memory",
     )
-    data_index_dir: Path | None = option(
-        None,
-        help="Folder on a fast drive of each node, to which indexes are copied. Default: they are read from the run directory.",
-        level="advanced",
-    )
     data_error_budget: Annotated[float, BeforeValidator(_count_or_share), AfterValidator(_whole_above_one)] = option(
         0.01,
         help='Maximum share (0.01 or "1%") or number of unreadable images before the run stops.',

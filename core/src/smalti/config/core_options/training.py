@@ -147,15 +147,6 @@ class ObjectiveOptions(Options):
         when="timestep_distribution == logit_normal",
         gt=0,
     )
-    flow_mode_scale: float = option(
-        1.29, help="Scale of the mode distribution.", level="expert", when="timestep_distribution == mode", ge=-1, le=1.75
-    )
-    flow_beta_alpha: float = option(
-        2.0, help="Alpha of the beta distribution.", level="expert", when="timestep_distribution == beta", ge=1
-    )
-    flow_beta_beta: float = option(
-        2.0, help="Beta of the beta distribution.", level="expert", when="timestep_distribution == beta", ge=1
-    )
     flow_schedule_shift: float | None = option(
         None,
         help="Timestep shift; raise it for larger images, 1 disables it. Default: set by the model family.",
