@@ -308,9 +308,7 @@ def test_a_run_keeps_the_defaults_of_simpletuner(from_file, configure, tmp_path,
 def test_a_value_that_is_the_default_here_overrides_a_default_of_simpletuner_for_good(from_file, configure, write):
     config = from_file({**MARKS, "max_grad_norm": 1.0, "model_family": "toy"}, "--caption_dropout_probability=0.1")
     again = configure(file=write("kept.toml", as_toml(config, defaults=True)))
-    assert [
-        again.value(name) for name in ("max_grad_norm", "caption_dropout_probability", "validation_num_inference_steps")
-    ] == [1.0, 0.1, 30]
+    assert [again.value(name) for name in ("max_grad_norm", "caption_dropout_probability", "train_batch_size")] == [1.0, 0.1, 4]
 
 
 @pytest.mark.parametrize(
@@ -345,12 +343,10 @@ def test_schedules_that_are_not_there_are_refused_with_the_nearest(from_file, na
 def test_a_resumed_run_says_that_its_defaults_are_those_of_simpletuner(from_file, tmp_path):
     run = tmp_path / "run"
     run.mkdir()
-    (run / "launch.json").write_text(json.dumps({"defaults": {"validation_num_inference_steps": 30, "adam_beta1": 0.5}}))
+    (run / "launch.json").write_text(json.dumps({"defaults": {"train_batch_size": 4, "adam_beta1": 0.5}}))
     (run / "events.jsonl").write_text('{"t": 1.0, "type": "step", "step": 1}\n')
     notices = from_file({**MARKS, "output_dir": str(run)}).notices
-    assert any(
-        "SimpleTuner's defaults are used" in notice and "validation_num_inference_steps = 30" in notice for notice in notices
-    )
+    assert any("SimpleTuner's defaults are used" in notice and "train_batch_size = 4" in notice for notice in notices)
     assert any(notice.startswith("adam_beta1: 0.5, the default when the run began") for notice in notices)
 
 

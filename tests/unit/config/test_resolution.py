@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from smalti.config import CheckpointOptions, DataOptions, OptimizerOptions, RunOptions, TrainingOptions
+from smalti.config.core_options.retired import RETIRED
 from smalti.config.options import OptionGroup, Options, Schema, option
 from smalti.config.resolution import resolve, restore
-from smalti.config.retired_options import RETIRED
 from smalti.config.toml import as_toml
 from smalti.errors import ConfigError, ExitCode
 from smalti.plugins import Selection, load_plugins, schema_of

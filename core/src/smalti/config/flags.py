@@ -10,8 +10,8 @@ from collections.abc import Sequence
 
 from pydantic import BeforeValidator
 
+from smalti.config.core_options.retired import is_retired, retired_problem
 from smalti.config.options import Given, Option, Schema, unknown
-from smalti.config.retired_options import is_retired, retired_problem
 from smalti.config.sources import put_translated
 from smalti.errors import Problem
 

@@ -10,11 +10,11 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from smalti.config import accelerate_yaml
+from smalti.config.core_options.retired import is_retired, retired_problem
 from smalti.config.files import expand, variables_in
 from smalti.config.kept_defaults import TABLE
 from smalti.config.known_packages import package_of_command
 from smalti.config.options import Given, Option, OptionGroup, Schema, Translation, path_error, unknown
-from smalti.config.retired_options import is_retired, retired_problem
 from smalti.errors import Problem
 
 PREFIX = "SMALTI_"

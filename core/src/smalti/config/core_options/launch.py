@@ -31,6 +31,7 @@ class LaunchOptions(Options):
     main_process_port: int | None = option(
         None,
         help="Port on node 0. Default: a free port on a single node, else 29500.",
+        level="advanced",
         accelerate="main_process_port",
         ge=1,
         le=65535,

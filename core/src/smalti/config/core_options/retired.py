@@ -17,6 +17,7 @@ class Retired:
     instead: str
 
 
+_LOGIT_NORMAL = "remove it, or use timestep_distribution=logit_normal with flow_sigmoid_mean and flow_sigmoid_scale"
 RETIRED: Mapping[str, Retired] = {
     "aspect_bucket_rounding": Retired(2, "remove it; aspect_bucket_alignment sets how far buckets are apart"),
     "data_index_dir": Retired(None, "remove it; indexes are read from the run directory"),
@@ -25,14 +26,10 @@ RETIRED: Mapping[str, Retired] = {
     "dataset_cache_mb": Retired(512, "remove it; smaller images on disk are decoded faster"),
     "device_tflops": Retired(None, "remove it; mfu is computed for GPUs that are known"),
     "dynamo_recompile_limit": Retired(16, "remove it; a larger aspect_bucket_alignment gives fewer shapes"),
-    "eval_timesteps": Retired(5, "remove it"),
-    "flow_beta_alpha": Retired(
-        2, "timestep_distribution=logit_normal, whose flow_sigmoid_mean and flow_sigmoid_scale can be set"
-    ),
-    "flow_beta_beta": Retired(
-        2, "timestep_distribution=logit_normal, whose flow_sigmoid_mean and flow_sigmoid_scale can be set"
-    ),
-    "flow_mode_scale": Retired(1.29, "timestep_distribution=logit_normal, whose flow_sigmoid_scale can be set"),
+    "eval_timesteps": Retired(5, "remove it; num_eval_images sets how many images are measured"),
+    "flow_beta_alpha": Retired(2, _LOGIT_NORMAL),
+    "flow_beta_beta": Retired(2, _LOGIT_NORMAL),
+    "flow_mode_scale": Retired(1.29, _LOGIT_NORMAL),
     "max_skipped_steps": Retired(10, "remove it; nonfinite_loss=stop stops at the first such step"),
 }
 
