@@ -243,6 +243,12 @@ def test_one_key_of_simpletuner_in_another_file_changes_no_default(from_file, co
     assert configure(file=sections).value("ema_device") == "accelerator"
 
 
+def test_a_file_of_an_earlier_version_is_not_taken_for_one_of_simpletuner(from_file):
+    config = from_file({"dataloader_prefetch": 4, "eval_timesteps": 7, "model_family": "toy"})
+    assert config.changes() == {"model_family": "toy"}
+    assert any("the loss is always measured at 5 noise levels" in notice for notice in config.notices)
+
+
 def test_the_option_decides_whose_defaults_are_used(from_file):
     assert from_file(MARKS, "--defaults_from=smalti").value("validation_num_inference_steps") == 25
     assert from_file({}, "--defaults_from=simpletuner").value("validation_num_inference_steps") == 30

@@ -35,7 +35,7 @@ DATA_KEYS: Mapping[str, Rule] = {
     "aspect_bucket_disable_rebuild": ignored(_LISTING, False),
     "metadata_update_interval": ignored("the index is written when the scan ends"),
     "dataloader_prefetch": ignored("4 batches are always prefetched", True, False, 4),
-    "dataloader_prefetch_qlen": ignored("4 batches are always prefetched", 10),
+    "dataloader_prefetch_qlen": ignored("4 batches are always prefetched", 4, 10),
     # Caches
     "vae_cache_ondemand": ignored(_FIRST, False),
     "vae_cache_preprocess": ignored(_FIRST, True),
