@@ -63,7 +63,6 @@ from .from_options import (
 )
 from .images import Bytes as Bytes, normalised as normalised
 from .loader import Batch as Batch, Loader as Loader, MicroBatch as MicroBatch
-from .node_copy import copy_to_node as copy_to_node
 from .order import (
     Beginning as Beginning,
     BucketSamples as BucketSamples,

@@ -135,7 +135,6 @@ def data_rules(config: Config, plugins: Plugins, alignment: int) -> DataRules:
             accumulation=config[TrainingOptions].gradient_accumulation_steps,
         ),
         alignment=options.aspect_bucket_alignment or alignment,
-        aspect_rounding=options.aspect_bucket_rounding,
         error_budget=options.data_error_budget,
         short_buckets=options.short_buckets or ("repeat" if options.allow_dataset_oversubscription else "merge"),
     )

@@ -24,7 +24,6 @@ from smalti.config import (
     ModelOptions,
     OptimizerOptions,
     RunOptions,
-    TrackingOptions,
     TrainingOptions,
     ValidationOptions,
     ValidationPrompt,
@@ -35,7 +34,6 @@ from smalti.data import (
     HeldOut,
     Loader,
     PreparedData,
-    copy_to_node,
     encode_ahead,
     load_data,
     scan_data_on_all_ranks,
@@ -166,11 +164,9 @@ def open_data(context: Context, family: ModelFamily, prompts: Sequence[Validatio
             )
             for notice in notices:
                 print(f"smalti: note: {notice}", file=sys.stderr)
-        copies = config[DataOptions].data_index_dir
-        indexes = directory if copies is None else copy_to_node(directory, copies, communicator)
     except RankError as failure:
         raise failure.for_user() from failure
-    data = load_data(config, plugins, family.alignment, indexes)
+    data = load_data(config, plugins, family.alignment, directory)
     encoded = encode_ahead(config, plugins, family, data, communicator, directory, phases, prompts)
     phases.enter("building")
     return data, encoded
@@ -298,7 +294,7 @@ def begin(made: Assembled, saver: Saver, batches: Loader, held_out: HeldOut | No
     The gauges begin here too, so that what building needed does not count.
     """
     config, world, state = made.config, made.world, made.state
-    peak = peak_of(world, config[TrackingOptions].device_tflops, products(config, torch.device(world.device).type))
+    peak = peak_of(world, products(config, torch.device(world.device).type))
     state.resumed = state.step
     made.boundary.reach()
     return Run(
@@ -326,8 +322,6 @@ def open_loader(run: Assembled) -> Loader:
         accumulation=run.config[TrainingOptions].gradient_accumulation_steps,
         errors=run.data.error_budget(run.directory.data / f"loading.rank-{run.world.rank}.quarantine.jsonl"),
         position=run.state.position,
-        prefetch=options.dataloader_prefetch,
-        cache_bytes=options.dataset_cache_mb * 2**20,
         latents=run.encoded.latents,
         texts=run.encoded.texts,
     )

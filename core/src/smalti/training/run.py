@@ -46,6 +46,9 @@ from smalti.types import (
     World,
 )
 
+MOST_SKIPPED_STEPS = 10
+"""Steps in a row that are skipped for a loss that is not finite or a fault of the accelerator, before the run stops."""
+
 
 @dataclass(kw_only=True)
 class Context:
@@ -188,7 +191,7 @@ class Run(Assembled):
         state.samples += result.samples
         if result.skipped and options.nonfinite_loss == "stop":
             state.request_stop(StopReason.NON_FINITE, f"the loss or its gradient is not finite in step {result.step + 1}")
-        elif state.skipped >= options.max_skipped_steps:
+        elif state.skipped >= MOST_SKIPPED_STEPS:
             message = f"{state.skipped} steps in a row had a loss or gradient that is not finite"
             state.request_stop(StopReason.NON_FINITE, message)
         if broken := self.batches.budget_exhausted:
