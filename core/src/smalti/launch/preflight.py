@@ -192,10 +192,9 @@ class Preparation:
         ]
         described = {"device": describe_devices(config, kind), "precision": describe(config, kind), **site.facts}
         facts = {name: fact for name, fact in described.items() if fact}
-        of_plugins: list[str] = []
+        of_plugins = []
         if not site.joins:
-            told = {"config": config, "plan": distributed, "kind": kind}
-            of_plugins = lines_of_each(plugins, HookSpecs.notices_before_launch, **told)
+            of_plugins = lines_of_each(plugins, HookSpecs.notices_before_launch, config=config, plan=distributed, kind=kind)
         with _failures_recorded(site):
             if write and not site.joins:
                 site.begin(config)
