@@ -192,8 +192,9 @@ class Preparation:
         ]
         described = {"device": describe_devices(config, kind), "precision": describe(config, kind), **site.facts}
         facts = {name: fact for name, fact in described.items() if fact}
-        hook = HookSpecs.notices_before_launch
-        of_plugins = [] if site.joins else lines_of_each(plugins, hook, config=config, plan=distributed, kind=kind)
+        of_plugins = []
+        if not site.joins:
+            of_plugins = lines_of_each(plugins, HookSpecs.notices_before_launch, config=config, plan=distributed, kind=kind)
         with _failures_recorded(site):
             if write and not site.joins:
                 site.begin(config)
