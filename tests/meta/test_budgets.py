@@ -17,7 +17,7 @@ KERNEL_LINES = 4_819
 KERNEL = ("errors.py", "hookspecs.py", "types", "plugins", "config", "system")
 OPTIONS = 105
 """Options of the core, which may only become fewer: what is computed, or is a part of another value, needs none."""
-BASIC_OPTIONS = 51
+BASIC_OPTIONS = 52
 """Those of them that the short help shows."""
 SLACK = 50
 """How far below its number the core may be."""

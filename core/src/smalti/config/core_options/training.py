@@ -23,9 +23,7 @@ class TrainingOptions(Options):
         ge=0,
     )
     grad_clip_method: Literal["norm", "value"] = option(
-        "norm",
-        help="What --max_grad_norm limits: the global norm of the gradients, or the absolute value of each element.",
-        level="advanced",
+        "norm", help="What --max_grad_norm limits: the global norm of the gradients, or the absolute value of each element."
     )
     mixed_precision: Literal["auto", "no", "bf16"] = option(
         "auto",
