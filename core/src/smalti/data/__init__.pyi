@@ -15,19 +15,10 @@ from .datasets.parse import DataDefaults as DataDefaults, parse_datasets as pars
 from .datasets.simpletuner import is_comment as is_comment
 from .datasets.sources import (
     LISTED as LISTED,
-    ChecksTable as ChecksTable,
     Listed as Listed,
     ListedState as ListedState,
-    ListsColumns as ListsColumns,
     MetadataSource as MetadataSource,
-    PricesShuffledReads as PricesShuffledReads,
-    ReadsPlaces as ReadsPlaces,
-    RecognizesUnchanged as RecognizesUnchanged,
-    ReportsNotices as ReportsNotices,
-    ReportsSkipped as ReportsSkipped,
-    UsesFolder as UsesFolder,
     listed_columns as listed_columns,
-    listed_rows as listed_rows,
 )
 from .datasets.spec import (
     DatasetSpec as DatasetSpec,

@@ -17,14 +17,12 @@ from smalti.data import (
     LISTED,
     DatasetSpec,
     ImageFiles,
-    Listed,
     ListedOnce,
     ListedState,
     MetadataSource,
     MissingFileError,
     Storage,
     file_identity,
-    listed_rows,
     stored_identity,
 )
 from smalti_data.json_lines import LINES, Lines, blocks_of
@@ -78,7 +76,7 @@ class LineTable(Table):
             yield chunk
 
 
-class JsonLines:
+class JsonLines(MetadataSource):
     """The images that the lines of a table name.
 
     The storage is listed as well, for file sizes and etags. A line whose file is missing is quarantined; an image without a
@@ -89,16 +87,12 @@ class JsonLines:
         self._spec = spec
         self._storage = storage
         self._listing = ListedOnce(storage)
-        self.listed_state: ListedState | None = None
 
     def check_table(self) -> None:
         LineTable(self._spec, self._storage)
 
     def is_unchanged(self, before: ListedState) -> bool:
         return self._listing.is_same(before.digest, self._spec.id, LineTable(self._spec, self._storage).identity)
-
-    def list(self) -> Iterator[Listed]:
-        return listed_rows(self)
 
     def list_columns(self) -> Iterator[pa.RecordBatch]:
         table, self.listed_state = LineTable(self._spec, self._storage), None

@@ -11,7 +11,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from smalti.data.datasets.sources import CAPTION_EXTENSIONS, DESCRIPTIONS, Listed, ListedState, listed_columns, listed_rows
+from smalti.data.datasets.sources import CAPTION_EXTENSIONS, DESCRIPTIONS, ListedState, MetadataSource, listed_columns
 from smalti.data.datasets.spec import DatasetSpec
 from smalti.data.scan.image_headers import EXTENSIONS
 from smalti.data.sources.unchanged import ListedOnce, ListingDigest
@@ -135,14 +135,12 @@ def _has_extension(keys: pa.Array, extensions: Iterable[str]) -> pa.Array:
     return pc.match_substring_regex(keys, rf"\.(?:{names})$", ignore_case=True)
 
 
-class Discovery:
+class Discovery(MetadataSource):
     """Every image below the dataset's root, by file extension. Hidden files and folders (".name") are skipped."""
 
     def __init__(self, spec: DatasetSpec, storage: Storage) -> None:
         self._spec = spec
         self._storage = self._listing = storage
-        self.skipped_files: Mapping[str, int] = {}
-        self.listed_state: ListedState | None = None
 
     def is_unchanged(self, before: ListedState) -> bool:
         listing = ListedOnce(self._storage)
@@ -151,9 +149,6 @@ class Discovery:
             return False
         self.skipped_files = before.skipped_files
         return True
-
-    def list(self) -> Iterator[Listed]:
-        return listed_rows(self)
 
     def list_columns(self) -> Iterator[pa.RecordBatch]:
         files = ImageFiles(self._listing, self._spec.caption_extension)

@@ -18,10 +18,10 @@ from smalti.data import (
     FILES,
     LISTED,
     DatasetSpec,
-    Listed,
     ListedOnce,
     ListedState,
     ListingDigest,
+    MetadataSource,
     Storage,
     StorageError,
     depends_on_text_file,
@@ -50,7 +50,7 @@ class Table(ABC):
         """The rows, with only some of the columns. Raises UserError for a damaged table."""
 
 
-class TableSource(ABC):
+class TableSource(MetadataSource, ABC):
     """A metadata source that joins a table with the files of the storage. Only images with a row belong to the dataset.
 
     Rows without a file, and images without a row, are counted in the notices and listed in files of the folder that
@@ -66,8 +66,6 @@ class TableSource(ABC):
         self._listing = ListedOnce(storage)
         self._folder: Path | None = None
         self._columns = TableColumns.of(spec.metadata_options, f"dataset {spec.id!r}: {self.format}")
-        self.notices: tuple[str, ...] = ()
-        self.listed_state: ListedState | None = None
 
     @abstractmethod
     def open(self, path: Path | None, key: str) -> Table:
@@ -92,11 +90,6 @@ class TableSource(ABC):
         columns with weights is not in the recipe.
         """
         return self._spec.id, identity, str(self._spec.instance_data_dir or ""), self._columns.model_dump_json()
-
-    def list(self) -> Iterator[Listed]:
-        for batch in self.list_columns():
-            for row in batch.to_pylist():
-                yield Listed(**row | {"captions": None if row["captions"] is None else tuple(row["captions"])})
 
     def list_columns(self) -> Iterator[pa.RecordBatch]:
         self.listed_state = None

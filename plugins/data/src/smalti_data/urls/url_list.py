@@ -30,7 +30,6 @@ from smalti.data import (
     LISTED,
     BadSampleError,
     DatasetSpec,
-    Listed,
     ListedOnce,
     ListedState,
     ListingDigest,
@@ -41,7 +40,6 @@ from smalti.data import (
     TransientStorageError,
     UrlListKeys,
     listed_columns,
-    listed_rows,
     read_header,
     rebatched,
     visible_files,
@@ -92,7 +90,7 @@ def open_csv(spec: DatasetSpec, storage: Storage) -> MetadataSource:
     return Urls(spec, storage) if spec.type == "csv" else CsvSource(spec, storage)
 
 
-class Urls:
+class Urls(MetadataSource):
     """Downloads what is missing when it is listed."""
 
     def __init__(self, spec: DatasetSpec, storage: Storage) -> None:
@@ -100,8 +98,6 @@ class Urls:
         self._listing = ListedOnce(storage)
         self._list = UrlList.of(spec)
         self._columns = TableColumns.of(self._block(), f"dataset {spec.id!r}: csv")
-        self.notices: tuple[str, ...] = ()
-        self.listed_state: ListedState | None = None
         self.client = Client(
             most_bytes=int(self._list.csv_max_megabytes * (1 << 20)),
             seconds=self._list.csv_timeout,
@@ -116,9 +112,6 @@ class Urls:
             return False
         self.notices = before.notices
         return True
-
-    def list(self) -> Iterator[Listed]:
-        return listed_rows(self)
 
     def list_columns(self) -> Iterator[pa.RecordBatch]:
         self.listed_state = None
