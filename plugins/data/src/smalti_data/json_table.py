@@ -6,7 +6,6 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import cast
 
 import numpy as np
 import pyarrow as pa
@@ -98,7 +97,7 @@ class JsonLines(MetadataSource):
         table, self.listed_state = LineTable(self._spec, self._storage), None
         with tempfile.TemporaryDirectory(prefix="smalti-table-") as folder:
             runs = [_sorted_run(batch, Path(folder, str(number))) for number, batch in enumerate(table.batches())]
-            images = ImageFiles(cast(Storage, self._listing), self._spec.caption_extension)
+            images = ImageFiles(self._listing, self._spec.caption_extension)
             for files in images.batches():
                 last = str(files.column("key")[len(files) - 1].as_py())
                 yield from self._joined(table, [run.until(last) for run in runs], files)

@@ -73,24 +73,16 @@ CHAPTERS = (
     ),
     Chapter(
         title="Storages",
-        about="`register_storage` names a factory; the factory returns a `Storage`.",
+        about="`register_storage` names a factory; the factory returns a `Storage`. Inherit from it.",
         classes=(
             "smalti:StorageEntry",
             "smalti.data:Storage",
             "smalti.data:StoredFile",
+            "smalti.data:Traffic",
             "smalti.checkpoint:RunPlace",
             "smalti.checkpoint:ListedCheckpoint",
         ),
-        optional=(
-            "smalti.data:Deletes",
-            "smalti.data:TransfersFiles",
-            "smalti.data:CreatesOnce",
-            "smalti.data:HasIdentity",
-            "smalti.data:ListsFileColumns",
-            "smalti.data:ListsRanges",
-            "smalti.data:CountsTraffic",
-        ),
-        given=("smalti.data:Traffic",),
+        bases=("smalti.data:Storage",),
     ),
     Chapter(
         title="Metadata backends",

@@ -7,7 +7,6 @@ import tempfile
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from pathlib import Path
-from typing import cast
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -26,7 +25,7 @@ from smalti.data import (
     StorageError,
     depends_on_text_file,
     rebatched,
-    visible_files,
+    visible,
 )
 from smalti_data.file_names import stems, with_extension
 from smalti_data.tables.columns import Projection, TableColumns, local_table
@@ -138,7 +137,7 @@ class TableSource(MetadataSource, ABC):
         found = 0
         texts = _Texts(self._storage, self._spec.caption_extension) if depends_on_text_file(self._spec) else None
         digest = ListingDigest()
-        for listed, batch in join.results(map(with_extension, digest.passed(visible_files(cast(Storage, self._listing))))):
+        for listed, batch in join.results(map(with_extension, digest.passed(visible(self._listing.list_columns())))):
             found += listed.num_rows
             yield _listed(listed, batch, texts)
         if not found:
@@ -197,7 +196,7 @@ class _Texts:
 
     def __init__(self, storage: Storage, extension: str) -> None:
         digest = ListingDigest()
-        batches = [with_extension(batch, (extension,)) for batch in digest.passed(visible_files(storage))]
+        batches = [with_extension(batch, (extension,)) for batch in digest.passed(visible(storage.list_columns()))]
         self.digest = digest.result()
         table = pa.Table.from_batches(list(rebatched(batches, FILES, 1 << 30)), schema=FILES).combine_chunks()
         self._stems, self._etags = stems(table.column("key").combine_chunks()), table.column("etag").combine_chunks()

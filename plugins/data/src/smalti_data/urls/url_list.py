@@ -15,7 +15,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
 from urllib.parse import urlsplit
 
 import numpy as np
@@ -42,7 +41,7 @@ from smalti.data import (
     listed_columns,
     read_header,
     rebatched,
-    visible_files,
+    visible,
     wrong_values,
 )
 from smalti.system import ReportTimer, atomic_write
@@ -194,7 +193,7 @@ class Urls(MetadataSource):
 
     def _download(self, rows: pa.RecordBatch, failures: _Failures) -> dict[str, str]:
         """Download what is missing. Returns the reasons of failures that may pass, by name."""
-        there = [_names(batch) for batch in visible_files(cast(Storage, self._listing))]
+        there = [_names(batch) for batch in visible(self._listing.list_columns())]
         known = pa.concat_arrays([*there, failures.names, pa.array([], pa.string())])
         missing = rows.filter(pc.invert(pc.is_in(rows.column("name"), value_set=known))).select(["name", "url", "digest"])
         transient: dict[str, str] = {}
@@ -249,7 +248,7 @@ class Urls(MetadataSource):
 
     def _joined(self, rows: pa.RecordBatch, transient: Mapping[str, str], digest: ListingDigest) -> Iterator[pa.RecordBatch]:
         """The samples of all rows that are in the folder, and those that may be there after the next scan."""
-        listing = map(with_extension, digest.passed(visible_files(cast(Storage, self._listing))))
+        listing = map(with_extension, digest.passed(visible(self._listing.list_columns())))
         there = pa.concat_batches([*rebatched(listing, FILES), pa.RecordBatch.from_pylist([], schema=FILES)])
         stems = _names(there)
         for start in range(0, len(rows), _WINDOW):
