@@ -7,17 +7,14 @@ from collections.abc import Iterable, Iterator
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from smalti.data.storage.columns import list_columns
-from smalti.data.storage.protocol import Storage
-
 FILES = pa.schema([("key", pa.string()), ("size", pa.int64()), ("etag", pa.string())])
 WINDOW = 1 << 16
 """Rows at a time: large enough that the cost per batch disappears, small enough for bounded memory."""
 
 
-def visible_files(storage: Storage, prefix: str = "") -> Iterator[pa.RecordBatch]:
-    """All files that are not hidden, sorted by key, with the schema `FILES`, in batches of about `WINDOW` rows."""
-    for batch in rebatched(list_columns(storage, prefix), FILES):
+def visible(files: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+    """The files of a listing that are not hidden, with the schema `FILES`, in batches of about `WINDOW` rows."""
+    for batch in rebatched(files, FILES):
         hidden = pc.or_(pc.starts_with(batch.column("key"), "."), pc.match_substring(batch.column("key"), "/."))
         yield batch.filter(pc.invert(hidden)) if pc.any(hidden).as_py() else batch
 

@@ -6,15 +6,15 @@ from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from tempfile import TemporaryFile
-from typing import IO, cast
+from typing import IO
 from weakref import finalize
 
 import numpy as np
 import pyarrow as pa
 from blake3 import blake3
 
-from smalti.data.sources.listing import visible_files
-from smalti.data.storage.columns import list_columns, text_parts
+from smalti.data.sources.listing import visible
+from smalti.data.storage.columns import text_parts
 from smalti.data.storage.protocol import Storage
 
 _MOST = 1 << 21
@@ -48,21 +48,19 @@ class ListingDigest:
 
 
 class ListedOnce:
-    """A storage that is listed for its digest, and whose next listing is the same one.
+    """The listing of a storage that is listed for its digest, and whose next listing is the same one.
 
-    In between it is in an unnamed temporary file, up to `_MOST` files; a longer one is not kept, and listed again. The rest is
-    that of `storage`.
+    In between it is in an unnamed temporary file, up to `_MOST` files; a longer one is not kept, and listed again.
     """
 
     def __init__(self, storage: Storage) -> None:
         self._storage = storage
         self._kept: IO[bytes] | None = None
-        self.location = storage.location
 
-    def list_columns(self, prefix: str = "", *, after: str = "") -> Iterator[pa.RecordBatch]:
+    def list_columns(self) -> Iterator[pa.RecordBatch]:
         kept, self._kept = self._kept, None
-        if kept is None or prefix or after:
-            yield from list_columns(self._storage, prefix, after=after)
+        if kept is None:
+            yield from self._storage.list_columns()
             return
         with kept, pa.ipc.open_stream(kept) as reader:
             yield from reader
@@ -70,7 +68,7 @@ class ListedOnce:
     def is_same(self, digest: str, *others: str) -> bool:
         """Whether all files that are not hidden have this digest. Lists the storage; if not, the listing is kept."""
         found = ListingDigest()
-        for batch in visible_files(cast(Storage, _Keeping(self))):
+        for batch in visible(self.kept()):
             found.add(batch)
         same = found.result(*others) == digest
         if same and self._kept is not None:
@@ -84,7 +82,7 @@ class ListedOnce:
             file: IO[bytes] = stack.enter_context(TemporaryFile(prefix="smalti-listing-"))
             writer: pa.ipc.RecordBatchStreamWriter | None = None
             count = 0
-            for batch in list_columns(self._storage):
+            for batch in self._storage.list_columns():
                 count += len(batch)
                 if count <= _MOST:
                     writer = writer or pa.ipc.new_stream(file, batch.schema)
@@ -96,16 +94,6 @@ class ListedOnce:
                 stack.pop_all()
                 finalize(self, file.close)  # if it is never read
                 self._kept = file
-
-
-class _Keeping:
-    """Lists a storage so that the listing is kept."""
-
-    def __init__(self, listed: ListedOnce) -> None:
-        self._listed = listed
-
-    def list_columns(self, prefix: str = "", *, after: str = "") -> Iterator[pa.RecordBatch]:
-        return self._listed.kept()
 
 
 def file_identity(path: Path) -> str:

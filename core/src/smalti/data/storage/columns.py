@@ -6,22 +6,15 @@ from collections.abc import Iterable, Iterator
 from itertools import islice
 from typing import TYPE_CHECKING
 
-from smalti.data.storage.protocol import ListsFileColumns, Storage, StoredFile
-
 if TYPE_CHECKING:
     import numpy as np
     import pyarrow as pa
     from numpy.typing import NDArray
 
+    from smalti.data.storage.protocol import StoredFile
+
 ROWS = 1 << 16
 """Rows of a batch, at most."""
-
-
-def list_columns(storage: Storage, prefix: str = "", *, after: str = "") -> Iterator[pa.RecordBatch]:
-    """The files of any storage as batches with the columns key, size (int64) and etag, sorted by key."""
-    if isinstance(storage, ListsFileColumns):
-        return storage.list_columns(prefix, after=after)
-    return columns_of(storage.list(prefix, after=after))
 
 
 def columns_of(files: Iterable[StoredFile]) -> Iterator[pa.RecordBatch]:
