@@ -12,7 +12,7 @@ import pyarrow.compute as pc
 
 from smalti.data.datasets.sources import CAPTION_EXTENSIONS, DESCRIPTIONS
 from smalti.data.scan.image_headers import EXTENSIONS
-from smalti.data.sources.unchanged import ListingDigest
+from smalti.data.sources.unchanged import ListedOnce, ListingDigest
 from smalti.data.storage.protocol import Storage
 
 WINDOW = 1 << 16
