@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from itertools import islice
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -11,17 +9,8 @@ if TYPE_CHECKING:
     import pyarrow as pa
     from numpy.typing import NDArray
 
-    from smalti.data.storage.protocol import StoredFile
-
 ROWS = 1 << 16
 """Rows of a batch, at most."""
-
-
-def columns_of(files: Iterable[StoredFile]) -> Iterator[pa.RecordBatch]:
-    """Returns files as batches, in their order."""
-    rest = iter(files)
-    while rows := list(islice(rest, ROWS)):
-        yield file_columns([row.key for row in rows], [row.size for row in rows], [row.etag for row in rows])
 
 
 def file_columns(keys: list[str], sizes: list[int], etags: list[str]) -> pa.RecordBatch:

@@ -9,10 +9,11 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from smalti.data.storage.columns import columns_of
+from smalti.data.storage.columns import ROWS, file_columns
 from smalti.errors import ExitCode, UserError
 from smalti.system import atomic_write
 
@@ -98,7 +99,9 @@ class Storage(ABC):
 
     def list_columns(self, prefix: str = "", *, after: str = "") -> Iterator[pa.RecordBatch]:
         """The same files as `list`, in the same order, as batches with the columns key, size (int64) and etag."""
-        return columns_of(self.list(prefix, after=after))
+        files = self.list(prefix, after=after)
+        while rows := [*islice(files, ROWS)]:
+            yield file_columns([row.key for row in rows], [row.size for row in rows], [row.etag for row in rows])
 
     @abstractmethod
     def stat(self, key: str) -> StoredFile:
