@@ -27,7 +27,7 @@ import pyarrow.compute as pc
 
 from smalti.data import catalog_of
 from smalti.data.datasets.parse import DataDefaults, parse_datasets
-from smalti.data.datasets.sources import LISTED, Listed, listed_columns, listed_rows
+from smalti.data.datasets.sources import LISTED, MetadataSource, listed_columns
 from smalti.data.scan.build import build_index
 from smalti.data.scan.index import DatasetIndex
 from smalti.data.scan.index_file import SCHEMA, IndexFile, IndexWriter
@@ -84,14 +84,11 @@ class Flat(LocalStorage):
         return self.head[start : start + length] if start < len(self.head) else bytes(length)
 
 
-class Columns:
+class Columns(MetadataSource):
     """A source that has read its columns already, as of a parquet table."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-
-    def list(self) -> Iterator[Listed]:
-        return listed_rows(self)
 
     def list_columns(self) -> Iterator[pa.RecordBatch]:
         reader = pa.ipc.open_file(pa.memory_map(str(self.path)))

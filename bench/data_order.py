@@ -31,6 +31,7 @@ from smalti.data.datasets.spec import DatasetSpec
 from smalti.data.prepared import DataRules, PreparedData, prepare
 from smalti.data.scan.index import DatasetIndex
 from smalti.data.scan.index_file import SCHEMA, IndexDigests, IndexFile, Summary
+from smalti.data.sources.image_files import Discovery
 from smalti.data.storage.local import LocalStorage
 
 CHUNK = 1 << 17
@@ -60,7 +61,9 @@ def open_index(path: Path) -> DatasetIndex:
 def open_data(folder: Path, batch: int) -> PreparedData:
     """What a rank does: open the index and the rows by bucket, decide about small buckets, describe the data."""
     spec = DatasetSpec(id="photos", instance_data_dir=folder, resolution=1024)
-    dataset = Dataset(spec=spec, storage=LocalStorage(folder), index=open_index(folder / "photos.arrow"))
+    storage = LocalStorage(folder)
+    index = open_index(folder / "photos.arrow")
+    dataset = Dataset(spec=spec, storage=storage, source=Discovery(spec, storage), index=index)
     rules = DataRules(seed=42, shape=BatchShape(train_batch_size=batch, ranks=1, accumulation=1))
     data = prepare([dataset], rules, directory=folder)
     assert data.identity.version

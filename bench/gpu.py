@@ -130,7 +130,7 @@ def measure(case: Case, *, tiny: bool) -> dict[str, object]:
             seconds = list(steps(subject, device))
         except torch.OutOfMemoryError:
             return {"out_of_memory": True}
-        peak = peak_of(subject.parallel.world, None, "bf16")
+        peak = peak_of(subject.parallel.world, "bf16")
         flops = case.batch * subject.family.flops_per_sample(case.edge, case.edge) * (2 + subject.trained)
     median = statistics.median(seconds)
     utilization = round(flops / median / peak, 4) if peak else None

@@ -26,9 +26,8 @@ from smalti.parallel import in_bf16
 from smalti.parallel.failure_detection import FailureDetector
 from smalti.plugins.lookup import choose_distributed
 from smalti.plugins.registry import PluginInfo
-from smalti.rundir import Phases
 from smalti.training.build_run import build, open_parallel
-from smalti.training.run import Run
+from smalti.training.run import Context, Run
 from smalti.training.trainer import loop
 
 ROUND, ROUNDS, BATCH = sized((5, 30, 32), short=(1, 1, 2))
@@ -72,9 +71,8 @@ def opened(arguments: list[str], closing: ExitStack) -> Run:
     plan = choose_distributed(config, plugins)
     parallel = open_parallel(plan, config)
     closing.callback(parallel.close)
-    return build(
-        config, plugins, plan, parallel, FailureDetector.create(parallel), closing, writer, RunState(max_steps=0), Phases()
-    )
+    detector, state = FailureDetector.create(parallel), RunState(max_steps=0)
+    return build(Context.of(config, plugins, plan, parallel, detector, state, writer), closing)
 
 
 def alternated(run: Run, step: Callable[[], None]) -> tuple[list[float], list[float]]:

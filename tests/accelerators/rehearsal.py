@@ -109,7 +109,6 @@ def _built(words, watch, closing):
     import torch
 
     import smalti.training.build_run
-    import smalti.training.opening
     import smalti.training.resume
     from smalti.cli.arguments import CommandLine
     from smalti.data.from_options import scan_data
@@ -117,16 +116,17 @@ def _built(words, watch, closing):
     from smalti.parallel.failure_detection import FailureDetector
     from smalti.parallel.state import FlatRange
     from smalti.plugins.lookup import choose_distributed
-    from smalti.rundir import Ownership, Phases
+    from smalti.rundir import Ownership
+    from smalti.training.run import Context
     from smalti_cache.encoder import Encoder
 
     FlatRange.of = classmethod(_real_span)
     # Rank 0 is not there to look for these.
     smalti.training.resume.chosen_checkpoint = lambda run, choice: None
-    smalti.training.build_run.ownership_of = lambda directory, parallel, writer: Ownership(directory, "", None)
-    smalti.training.opening.run_on_main_rank = lambda ranks, scanned: str(True)
+    smalti.training.build_run.ownership_of = lambda context: Ownership(context.directory, "", None)
+    smalti.training.build_run.run_on_main_rank = lambda ranks, scanned: str(True)
     Encoder._refresh = lambda self, stores: [store.refresh() for store in stores]
-    smalti.training.opening.load_data = scan_data
+    smalti.training.build_run.load_data = scan_data
     command_line = CommandLine.parse(list(words))
     config, plugins = command_line.config(), command_line.plugins
     plan = choose_distributed(config, plugins)
@@ -138,7 +138,8 @@ def _built(words, watch, closing):
     pins_memory(torch.device(parallel.world.device).type)  # which fake memory would always be
     with watch:
         detector, state = FailureDetector(processes=()), smalti.RunState(max_steps=0)
-        return smalti.training.build_run.build(config, plugins, plan, parallel, detector, closing, None, state, Phases())
+        context = Context.of(config, plugins, plan, parallel, detector, state)
+        return smalti.training.build_run.build(context, closing)
 
 
 def _load_for_real() -> None:

@@ -1,7 +1,6 @@
 """The loss on pictures that are held out: measured the same on any number of ranks, and nothing else changes by it."""
 
 import json
-import math
 from pathlib import Path
 
 import pytest
@@ -32,7 +31,6 @@ FLAGS = (
     "--checkpoint_step_interval=0",
     "--max_train_steps=4",
     "--validation_batch_size=2",
-    "--device_tflops=0.01",
 )
 TRAINED = {"id": "trained", "instance_data_dir": "trained", "caption_strategy": "filename"}
 HELD_OUT = {"id": "held-out", "instance_data_dir": "held-out", "caption_strategy": "filename", "dataset_type": "eval"}
@@ -164,7 +162,7 @@ def test_two_ranks_measure_the_same_loss_as_one_to_the_last_bit(alone_and_togeth
 
 def test_what_the_steps_say_of_the_device_is_in_their_events(plain):
     steps = [event for event in plain if event["type"] == "step"]
-    assert all(0 < event["mfu"] < math.inf and event["peak_memory_mb"] > 10 for event in steps)
+    assert all(event["peak_memory_mb"] > 10 for event in steps)
 
 
 def test_pictures_that_are_trained_on_too_are_refused_before_anything_starts(root):

@@ -68,3 +68,13 @@ def test_a_plugin_whose_hook_does_not_come_back_is_named(tmp_path, launch, kind,
     assert f"{blame}\n  fix: update smalti-probe, or disable the plugin with --without probe\n" in last
     assert "dmesg" not in last
     assert f"step 3 from rank {saver}" in last
+
+
+def test_without_the_watch_a_hang_ends_the_run_after_the_time_limit_of_the_process_group(tmp_path, launch):
+    options = {**ENDLESS, "num_processes": 2, "max_train_steps": 8, "process_group_timeout": 5, "without": ["plots", "hangs"]}
+    run = launch(tmp_path / "run", **options, spoil="hang:0:3")
+    last = run.output[run.output.index("ended with exit code 9: ") :]
+    assert "the main thread does not come back" in last
+    assert "rank 0 did not return from hook 'on_step_end' of plugin 'probe'" in last
+    assert "the run hangs" not in run.output
+    assert not (tmp_path / "run" / "hangs").exists()

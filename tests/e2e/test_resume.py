@@ -119,11 +119,11 @@ def test_a_run_goes_on_with_the_defaults_with_which_it_was_begun(runs, train):
     _, _, resumed = runs
     launched = resumed.directory / "launch.json"
     launch = json.loads(launched.read_text())
-    launched.write_text(json.dumps(launch | {"defaults": launch["defaults"] | {"eval_timesteps": 7}}))
+    launched.write_text(json.dumps(launch | {"defaults": launch["defaults"] | {"validation_batch_size": 7}}))
     again = train(resumed.directory, **{**OPTIONS, "max_train_steps": 14})
-    assert "eval_timesteps: 7, the default when the run began; it is 5 now" in again.output
+    assert "validation_batch_size: 7, the default when the run began; it is 8 now" in again.output
     after = json.loads(launched.read_text())
-    assert (after["values"]["eval_timesteps"], after["defaults"]["eval_timesteps"]) == (7, 7)
+    assert (after["values"]["validation_batch_size"], after["defaults"]["validation_batch_size"]) == (7, 7)
     assert train(resumed.directory, config=resumed.directory / "config.toml", max_train_steps=15).code == 0
 
 

@@ -296,3 +296,19 @@ def test_the_usual_set_is_the_same_wherever_it_is_named(root):
     table = re.findall(r"^\| (`[^|]*) \| (yes|no) \|", (root / "README.md").read_text(), flags=re.MULTILINE)
     told = {f"smalti-{name.replace('_', '-')}": chosen for cell, chosen in table for name in re.findall(r"`(\w+)`", cell)}
     assert told == {name: "yes" if name in usual else "no" for name in known}
+
+
+def test_the_command_of_a_readme_installs_what_the_package_needs(root):
+    wrong = {}
+    for project in root.glob("plugins/*/pyproject.toml"):
+        rest, wanted = [project.parent.name], set()
+        while rest:
+            wanted.add(f"./plugins/{(folder := rest.pop())}")
+            needed = tomllib.loads((root / "plugins" / folder / "pyproject.toml").read_text())["project"]["dependencies"]
+            names = (Requirement(each).name for each in needed)
+            rest += [name.removeprefix("smalti-").replace("-", "_") for name in names if name.startswith("smalti-")]
+        [line] = re.findall(r"^pip install ([^#\n]*)", project.with_name("README.md").read_text(), flags=re.MULTILINE)
+        told = {re.sub(r"\[.*", "", word) for word in shlex.split(line)}
+        if told != wanted | {"./core"}:
+            wrong[project.parent.name] = sorted(wanted - told)
+    assert wrong == {}

@@ -9,7 +9,6 @@ import pytest
 
 from smalti.hookspecs import PROJECT, HookSpecs
 from smalti.parallel.protocol import Parallel, TrainingState
-from smalti.plugins.discovery import BUILT_IN, Selection, load_plugins
 from smalti.plugins.registry import PluginInfo, Plugins
 
 MANAGER = pluggy.PluginManager(PROJECT)
@@ -27,16 +26,6 @@ def sections(root) -> dict[str, str]:
         signature: re.split(r"^## ", body, flags=re.MULTILINE)[0]
         for signature, body in zip(parts[1::2], parts[2::2], strict=True)
     }
-
-
-@pytest.fixture(scope="module")
-def shipped(root) -> Plugins:
-    """The built-in plugins and those of the packages in this repository."""
-    projects = [tomllib.loads(path.read_text())["project"] for path in root.glob("plugins/*/pyproject.toml")]
-    own = tuple(name for project in projects for name in project.get("entry-points", {}).get("smalti.plugins", ()))
-    plugins = load_plugins(Selection(only=own))
-    assert {name for name, info in plugins.infos.items() if info.state == "active"} == {*BUILT_IN, *own}
-    return plugins
 
 
 def signature(name: str) -> str:

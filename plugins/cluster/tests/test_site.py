@@ -2,6 +2,7 @@
 
 import socket
 import sys
+import threading
 
 import pytest
 from PIL import Image
@@ -10,9 +11,9 @@ from torch.distributed.run import config_from_args, parse_args
 from smalti.config import TrainingOptions
 from smalti.config.resolution import resolve
 from smalti.errors import ConfigError, PreflightError
+from smalti.launch.checks import launch_entry
 from smalti.launch.plan import LaunchPlan
 from smalti.launch.preflight import Preparation
-from smalti.launch.site import launch_entry
 from smalti.parallel.devices import native_bf16
 from smalti.plugins.discovery import Selection, load_plugins
 from smalti.plugins.schema import schema_of
@@ -62,6 +63,7 @@ def test_a_machine_that_waits_in_vain_for_the_first_one_says_so(wanted, plugins,
     with pytest.raises(PreflightError, match=r"node 0 did not create the run directory .* within 1 s"):
         Preparation.of(wanted(*flags), plugins, write=True)
     assert not (tmp_path / "run").exists()
+    assert [thread.name for thread in threading.enumerate() if thread.name.startswith("nodes-")] == []
 
 
 def test_a_wrong_address_of_node_0_is_found_before_the_others_wait_for_it(wanted, plugins, tmp_path):

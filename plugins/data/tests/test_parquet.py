@@ -13,19 +13,22 @@ from PIL import Image
 
 from smalti import ConfigError, UserError
 from smalti.cli.dataset import dataset
-from smalti.data import DatasetSpec, MissingFileError, StoredFile
+from smalti.data import DatasetSpec, MissingFileError, Storage, StoredFile
 from smalti.data.storage.local import LocalStorage
 from smalti_data.archives import row_images
 from smalti_data.tables.parquet_table import open_parquet
 
 
-class Remote:
+class Remote(Storage):
     """A folder that is read through the methods of a storage alone, as a bucket is. Counts requests and bytes."""
 
     def __init__(self, root: Path) -> None:
         self._local = LocalStorage(root)
-        self.location = "remote"
         self.bytes = self.requests = 0
+
+    @property
+    def location(self) -> str:
+        return "remote"
 
     def list(self, prefix: str = "", *, after: str = "") -> Iterator[StoredFile]:
         return self._local.list(prefix)

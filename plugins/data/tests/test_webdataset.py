@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from smalti.data import DatasetSpec, StoredFile
+from smalti.data import DatasetSpec, Storage, StoredFile
 from smalti.data.scan.build import build_index
 from smalti.data.scan.index import DatasetIndex
 from smalti.data.storage.local import LocalStorage
@@ -35,16 +35,28 @@ def shard(path: Path, files: dict[str, bytes], form: int = tarfile.GNU_FORMAT) -
     return path
 
 
-class Remote:
+class Remote(Storage):
     """A folder that is read through the storage's methods alone, as a bucket is."""
 
     def __init__(self, root: Path) -> None:
         self._local = LocalStorage(root)
         self.requests = 0
-        self.location = "remote"
+
+    @property
+    def location(self) -> str:
+        return "remote"
 
     def list(self, prefix: str = "", *, after: str = "") -> Iterator[StoredFile]:
         return self._local.list(prefix)
+
+    def stat(self, key: str) -> StoredFile:
+        raise AssertionError("asked for one file")
+
+    def read(self, key: str) -> bytes:
+        raise AssertionError("read whole")
+
+    def write(self, key: str, data: bytes) -> None:
+        raise AssertionError("written")
 
     def read_range(self, key: str, start: int, length: int) -> bytes:
         self.requests += 1

@@ -152,15 +152,10 @@ def test_an_unknown_option_that_is_null_is_a_spelling_mistake_all_the_same(from_
     ("values", "group", "expected"),
     [
         ({"flow_use_beta_schedule": True}, ObjectiveOptions, {"timestep_distribution": "beta"}),
-        ({"flow_beta_schedule_alpha": 3}, ObjectiveOptions, {"flow_beta_alpha": 3}),
         ({"flow_use_uniform_schedule": "true"}, ObjectiveOptions, {"timestep_distribution": "uniform"}),
         ({"flow_schedule_shift": 0}, ObjectiveOptions, {"flow_schedule_shift": 1}),
         ({"flow_schedule_shift": 0.0, "flow_schedule_auto_shift": True}, ObjectiveOptions, {"flow_schedule_shift": None}),
         ({"snr_gamma": 0}, ObjectiveOptions, {"snr_gamma": None}),
-        ({"dataloader_prefetch": True}, DataOptions, {"dataloader_prefetch": 10}),
-        ({"dataloader_prefetch": True, "dataloader_prefetch_qlen": 20}, DataOptions, {"dataloader_prefetch": 20}),
-        ({"dataloader_prefetch": False, "dataloader_prefetch_qlen": 20}, DataOptions, {"dataloader_prefetch": 4}),
-        ({"dataloader_prefetch_qlen": 20}, DataOptions, {"dataloader_prefetch": 20}),
         ({"caption_strategy": "instance_prompt", "instance_prompt": "a"}, DataOptions, {"caption_strategy": "instanceprompt"}),
         ({"num_train_epochs": 0, "max_train_steps": 10}, RunOptions, {"num_train_epochs": None, "max_train_steps": 10}),
         ({"num_train_epochs": 3, "max_train_steps": "0"}, RunOptions, {"num_train_epochs": 3, "max_train_steps": None}),
@@ -248,9 +243,15 @@ def test_one_key_of_simpletuner_in_another_file_changes_no_default(from_file, co
     assert configure(file=sections).value("ema_device") == "accelerator"
 
 
+def test_a_file_of_an_earlier_version_is_not_taken_for_one_of_simpletuner(from_file):
+    config = from_file({"dataloader_prefetch": 4, "eval_timesteps": 7, "model_family": "toy"})
+    assert config.changes() == {"model_family": "toy"}
+    assert any("the loss is always measured at 5 noise levels" in notice for notice in config.notices)
+
+
 def test_the_option_decides_whose_defaults_are_used(from_file):
-    assert from_file(MARKS, "--defaults_from=smalti").value("eval_timesteps") == 5
-    assert from_file({}, "--defaults_from=simpletuner").value("eval_timesteps") == 28
+    assert from_file(MARKS, "--defaults_from=smalti").value("validation_num_inference_steps") == 25
+    assert from_file({}, "--defaults_from=simpletuner").value("validation_num_inference_steps") == 30
 
 
 @pytest.mark.parametrize(
@@ -313,7 +314,7 @@ def test_a_run_keeps_the_defaults_of_simpletuner(from_file, configure, tmp_path,
 def test_a_value_that_is_the_default_here_overrides_a_default_of_simpletuner_for_good(from_file, configure, write):
     config = from_file({**MARKS, "max_grad_norm": 1.0, "model_family": "toy"}, "--caption_dropout_probability=0.1")
     again = configure(file=write("kept.toml", as_toml(config, defaults=True)))
-    assert [again.value(name) for name in ("max_grad_norm", "caption_dropout_probability", "eval_timesteps")] == [1.0, 0.1, 28]
+    assert [again.value(name) for name in ("max_grad_norm", "caption_dropout_probability", "train_batch_size")] == [1.0, 0.1, 4]
 
 
 @pytest.mark.parametrize(
@@ -348,10 +349,10 @@ def test_schedules_that_are_not_there_are_refused_with_the_nearest(from_file, na
 def test_a_resumed_run_says_that_its_defaults_are_those_of_simpletuner(from_file, tmp_path):
     run = tmp_path / "run"
     run.mkdir()
-    (run / "launch.json").write_text(json.dumps({"defaults": {"eval_timesteps": 28, "adam_beta1": 0.5}}))
+    (run / "launch.json").write_text(json.dumps({"defaults": {"train_batch_size": 4, "adam_beta1": 0.5}}))
     (run / "events.jsonl").write_text('{"t": 1.0, "type": "step", "step": 1}\n')
     notices = from_file({**MARKS, "output_dir": str(run)}).notices
-    assert any("SimpleTuner's defaults are used" in notice and "eval_timesteps = 28" in notice for notice in notices)
+    assert any("SimpleTuner's defaults are used" in notice and "train_batch_size = 4" in notice for notice in notices)
     assert any(notice.startswith("adam_beta1: 0.5, the default when the run began") for notice in notices)
 
 

@@ -8,7 +8,7 @@ import torch
 from smalti.cli.entry import main
 from smalti.config import resolve
 from smalti.data import StorageError, catalog_of
-from smalti.data.storage.protocol import Storage, identity_of
+from smalti.data.storage.protocol import Storage
 from smalti.plugins import Selection, load_plugins, schema_of
 from smalti_cache.contents import digest_of
 from smalti_cache.encode_ahead import open_encoder
@@ -79,7 +79,7 @@ def test_a_bucket_is_the_same_under_another_address(store, opened):
         opened(store, aws_data_prefix="one", aws_endpoint_url=store.endpoint.replace("127.0.0.1", "localhost")),
     )
     assert here.location != there.location
-    assert identity_of(here) == identity_of(there) != identity_of(opened(store, aws_data_prefix="two"))
+    assert here.identity == there.identity != opened(store, aws_data_prefix="two").identity
 
 
 def test_a_missing_bucket_of_a_cache_is_found_by_the_launcher(store, options, tmp_path):

@@ -11,7 +11,7 @@ import pytest
 
 from smalti import CheckpointError, UserError
 from smalti.checkpoint import SUSPECT, CheckpointStore, verify
-from smalti.data import LocalStorage, StoredFile
+from smalti.data import LocalStorage, Storage, StoredFile
 from smalti.errors import InUseError
 from smalti.rundir import RunDirectory, acquire
 from smalti_data.remote.checkpoints import RemoteRun
@@ -58,18 +58,27 @@ class FragileStorage(LocalStorage):
         self._operation(super().delete, key)
 
 
-class PlainStorage:
+class PlainStorage(Storage):
     """Only what every storage has: no deletion, no creating once, no transfer of files."""
 
     def __init__(self, root: Path) -> None:
         self._inner = LocalStorage(root)
-        self.location = self._inner.location
-        self.stat, self.read, self.read_range, self.write = (
-            self._inner.stat,
-            self._inner.read,
-            self._inner.read_range,
-            self._inner.write,
-        )
+
+    @property
+    def location(self) -> str:
+        return self._inner.location
+
+    def stat(self, key: str) -> StoredFile:
+        return self._inner.stat(key)
+
+    def read(self, key: str) -> bytes:
+        return self._inner.read(key)
+
+    def read_range(self, key: str, start: int, length: int) -> bytes:
+        return self._inner.read_range(key, start, length)
+
+    def write(self, key: str, data: bytes) -> None:
+        self._inner.write(key, data)
 
     def list(self, prefix: str = "", *, after: str = "") -> Iterator[StoredFile]:
         return self._inner.list(prefix, after=after)

@@ -161,7 +161,6 @@ REFUSED = {
     "--max_train_steps=1000000000000000000000000000000": "9223372036854775807",
     "--process_group_timeout=99999999999999": "<= 31536000",
     "--toy_width=10000000": "<= 16384",
-    "--dataloader_prefetch=999999999": "<= 1000",
     "--gradient_accumulation_steps=1000000000": "<= 65536",
     "--resume_from_checkpoint=-5": "-5 is neither a checkpoint nor a run directory",
     "--resume_from_checkpoint=/etc/passwd": "/etc/passwd is neither a checkpoint nor a run directory",

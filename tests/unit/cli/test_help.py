@@ -71,7 +71,7 @@ def test_switches_choices_defaults_and_conditions_are_visible(out):
     assert "--[no_]use_ema Keep an exponential moving average (EMA) of the weights in fp32. Default: off." in text
     assert "--model_type=full|lora " in text
     assert "One of: pixel, area, pixel_area. Default: pixel_area." in text
-    assert "Only with --timestep_distribution=mode." in text
+    assert "Only with --timestep_distribution=logit_normal." in text
     assert "--[no_]seed" not in text
 
 

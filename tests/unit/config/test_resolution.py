@@ -7,10 +7,12 @@ from pathlib import Path
 import pytest
 
 from smalti.config import CheckpointOptions, DataOptions, OptimizerOptions, RunOptions, TrainingOptions
+from smalti.config.core_options.retired import RETIRED
 from smalti.config.options import OptionGroup, Options, Schema, option
 from smalti.config.resolution import resolve, restore
 from smalti.config.toml import as_toml
 from smalti.errors import ConfigError, ExitCode
+from smalti.plugins import Selection, load_plugins, schema_of
 
 ACCELERATE = "distributed_type: 'NO'\nmixed_precision: {}\nnum_processes: 1\n"
 
@@ -74,6 +76,42 @@ def test_a_former_name_works_with_a_notice(configure):
     assert (config[CheckpointOptions].checkpoints_total_limit, config[CheckpointOptions].checkpoint_step_interval) == (3, 7)
     assert "save_total_limit is called checkpoints_total_limit here" in config.notices
     assert "checkpointing_steps is called checkpoint_step_interval here" in config.notices
+
+
+RETIRED_VALUES = [(name, row.value) for name, row in RETIRED.items() if row.value is not None]
+
+
+@pytest.mark.parametrize(("name", "value"), RETIRED_VALUES)
+def test_a_retired_option_with_the_value_that_is_always_used_is_accepted(configure, write, name, value):
+    file = write("run.json", json.dumps({name: value, f"--{name}": str(value)}))
+    config = configure(f"--{name}={value}", file=file, environment={f"SMALTI_{name.upper()}": str(value)})
+    assert (config.changes(), config.notices) == ({}, ())
+
+
+@pytest.mark.parametrize("name", RETIRED)
+def test_another_value_of_a_retired_option_is_a_problem_with_its_place_and_what_to_do(configure, write, name):
+    fix = RETIRED[name].instead
+    for where, given in (
+        ("command line", {"flags": (f"--{name}=-7",)}),
+        (f"environment variable SMALTI_{name.upper()}", {"flags": (), "environment": {f"SMALTI_{name.upper()}": "-7"}}),
+        (str(write("run.json", json.dumps({name: -7}))), {"flags": (), "file": write("run.json", json.dumps({name: -7}))}),
+    ):
+        found = problems(configure, *given.pop("flags"), **given)
+        assert f"{where}: " in found
+        assert "there is no such option any more" in found
+        assert fix in found
+
+
+def test_a_retired_option_that_is_null_or_a_default_of_a_run_is_accepted(configure, write):
+    defaults = "".join(f"{name} = -7\n" for name in RETIRED)
+    config = configure("--allow_tf32", file=write("run.toml", f"[defaults]\n{defaults}"))
+    assert config.notices == ()
+    assert configure(file=write("run.json", json.dumps(dict.fromkeys(RETIRED)))).notices == ()
+
+
+def test_no_option_has_the_name_of_a_retired_one():
+    options = schema_of(load_plugins(Selection())).options
+    assert RETIRED.keys() & options.keys() == set()
 
 
 def test_the_singular_of_a_list_needs_no_notice(configure):
@@ -382,17 +420,17 @@ def begun(tmp_path):
 
 
 def test_a_run_keeps_the_defaults_of_the_version_that_began_it(configure, begun):
-    run = begun({"defaults": {"eval_timesteps": 7, "seed": 42, "gone": 1, "adam_beta1": 0.5, "allow_tf32": True}})
+    run = begun({"defaults": {"validation_batch_size": 7, "seed": 42, "gone": 1, "adam_beta1": 0.5, "allow_tf32": True}})
     config = configure(f"--output_dir={run}", "--adam_beta1=0.6")
-    assert [config.value(name) for name in ("eval_timesteps", "seed", "adam_beta1")] == [7, 42, 0.6]
-    assert config.notices == ("eval_timesteps: 7, the default when the run began; it is 5 now",)
+    assert [config.value(name) for name in ("validation_batch_size", "seed", "adam_beta1")] == [7, 42, 0.6]
+    assert config.notices == ("validation_batch_size: 7, the default when the run began; it is 8 now",)
     assert config.given().keys() == {"output_dir", "adam_beta1"}
 
 
 def test_a_new_run_has_the_defaults_of_this_version(configure, begun):
-    run = begun({"defaults": {"eval_timesteps": 7}})
+    run = begun({"defaults": {"validation_batch_size": 7}})
     (run / "events.jsonl").unlink()
-    assert configure(f"--output_dir={run}").value("eval_timesteps") == 5
+    assert configure(f"--output_dir={run}").value("validation_batch_size") == 8
 
 
 def test_a_run_of_a_version_that_kept_none_has_the_defaults_of_then(configure, begun):
@@ -414,17 +452,22 @@ def test_a_run_of_a_version_without_an_option_continues_as_that_version_did(conf
 
 
 def test_the_configuration_of_a_run_carries_its_defaults_to_other_directories(configure, begun, write, tmp_path):
-    run = begun({"defaults": {"eval_timesteps": 7, "allow_tf32": True}})
+    run = begun({"defaults": {"validation_batch_size": 7, "allow_tf32": True}})
     text = as_toml(configure(f"--output_dir={run}", "--seed=5"), defaults=True)
     top, _, defaults = text.partition("[defaults]")
-    assert ("seed = 5" in top, "eval_timesteps" in top, "eval_timesteps = 7" in defaults, "\nseed =" in defaults) == (
+    assert (
+        "seed = 5" in top,
+        "validation_batch_size" in top,
+        "validation_batch_size = 7" in defaults,
+        "\nseed =" in defaults,
+    ) == (
         1,
         0,
         1,
         0,
     )
     again = configure(f"--output_dir={tmp_path / 'other'}", "--adam_beta1=0.6", file=write("kept.toml", text))
-    assert [again.value(name) for name in ("eval_timesteps", "seed", "adam_beta1")] == [7, 5, 0.6]
+    assert [again.value(name) for name in ("validation_batch_size", "seed", "adam_beta1")] == [7, 5, 0.6]
     assert [notice for notice in again.notices if "adam_beta1" in notice] == []
 
 

@@ -140,5 +140,5 @@ def test_a_dataset_with_more_rows_than_four_bytes_count_is_refused(monkeypatch: 
 def test_more_buckets_than_numbers_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bucket_rows, "_MOST_BUCKETS", 1)
 
-    with pytest.raises(PreflightError, match="more than 1 buckets\n  fix: lower --aspect_bucket_rounding"):
+    with pytest.raises(PreflightError, match="more than 1 buckets\n  fix: raise --aspect_bucket_alignment"):
         rows_by_bucket(index_of([(64, 64), (128, 64)]), RULES, None)

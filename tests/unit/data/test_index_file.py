@@ -11,7 +11,7 @@ import pytest
 from PIL import Image
 
 from smalti.data.dataset import Dataset
-from smalti.data.datasets.sources import LISTED, Listed, listed_rows
+from smalti.data.datasets.sources import LISTED, MetadataSource
 from smalti.data.datasets.spec import DatasetSpec
 from smalti.data.scan import index_file
 from smalti.data.scan.build import build_index
@@ -31,14 +31,11 @@ ROWS = [
 ]
 
 
-class Columns:
+class Columns(MetadataSource):
     """A source that lists columns, and whose samples are parts of one file."""
 
     def __init__(self, rows: list[dict[str, object]], archive: bytes = b"") -> None:
         self.rows, self.archive = rows, archive
-
-    def list(self) -> Iterator[Listed]:
-        return listed_rows(self)
 
     def list_columns(self) -> Iterator[pa.RecordBatch]:
         empty = {"caption_etag": "", "place": "", "problem": ""}
@@ -103,4 +100,4 @@ def test_a_sample_inside_an_archive_is_read_by_its_place(tmp_path: Path) -> None
     index = build_index(spec_of(tmp_path), storage, source)
 
     assert index.size(0) == (30, 20)
-    assert Dataset(spec=spec_of(tmp_path), storage=storage, index=index, places=source).read(0) == image
+    assert Dataset(spec=spec_of(tmp_path), storage=storage, index=index, source=source).read(0) == image

@@ -11,7 +11,7 @@ from tempfile import TemporaryDirectory
 import pytest
 from hypothesis import example, given, settings, strategies as st
 
-from smalti.data import StoredFile, TransientStorageError, list_columns
+from smalti.data import StoredFile, TransientStorageError
 from smalti.data.scan.ranges import listing
 from smalti.data.scan.ranges.bounds import split_keys
 from smalti.data.scan.ranges.listing import ListedByRanks, list_range
@@ -72,7 +72,7 @@ def listed_by(storage: Storage, folder: Path, *, count: int = 3, known: tuple[st
 
 
 def listed_alone(storage: Storage) -> list[dict]:
-    return [row for batch in list_columns(storage) for row in batch.to_pylist()]
+    return [row for batch in storage.list_columns() for row in batch.to_pylist()]
 
 
 @pytest.fixture

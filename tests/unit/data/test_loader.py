@@ -246,7 +246,7 @@ class Away(LocalStorage):
 
 def test_an_error_of_the_storage_comes_out_where_batches_are_taken(pets: Path) -> None:
     data = data_of(pets)
-    away = tuple(Dataset(spec=one.spec, storage=Away(pets), index=one.index) for one in data.datasets)
+    away = tuple(Dataset(spec=one.spec, storage=Away(pets), source=one.source, index=one.index) for one in data.datasets)
     shape = BatchShape(train_batch_size=4, ranks=1, accumulation=1)
     with (
         Loader(prepare(away, DataRules(seed=1, shape=shape)), world=World(), micro_batch=4) as loader,
@@ -270,7 +270,7 @@ class Slow(LocalStorage):
 def slow(pets: Path) -> PreparedData:
     data = data_of(pets)
     Slow.reads = 0
-    datasets = tuple(Dataset(spec=one.spec, storage=Slow(pets), index=one.index) for one in data.datasets)
+    datasets = tuple(Dataset(spec=one.spec, storage=Slow(pets), source=one.source, index=one.index) for one in data.datasets)
     shape = BatchShape(train_batch_size=20, ranks=1, accumulation=1)
     return prepare(datasets, DataRules(seed=1, shape=shape))
 
@@ -289,7 +289,7 @@ def test_closing_waits_for_a_picture_and_not_for_a_batch(slow: PreparedData) -> 
 def test_no_more_than_the_wanted_batches_are_made_ahead(pets: Path) -> None:
     data = data_of(pets)
     Slow.reads = 0
-    datasets = tuple(Dataset(spec=one.spec, storage=Slow(pets), index=one.index) for one in data.datasets)
+    datasets = tuple(Dataset(spec=one.spec, storage=Slow(pets), source=one.source, index=one.index) for one in data.datasets)
     shape = BatchShape(train_batch_size=1, ranks=1, accumulation=1)
     one_by_one = prepare(datasets, DataRules(seed=1, shape=shape))
     with Loader(one_by_one, world=World(), micro_batch=1, prefetch=3, workers=2, cache_bytes=0):
@@ -314,7 +314,7 @@ def test_a_batch_that_does_not_divide_is_a_mistake_of_the_caller(pets: Path) -> 
 def test_pictures_that_fit_in_memory_are_read_once(pets: Path) -> None:
     data = data_of(pets)
     Slow.reads = 0
-    datasets = tuple(Dataset(spec=one.spec, storage=Slow(pets), index=one.index) for one in data.datasets)
+    datasets = tuple(Dataset(spec=one.spec, storage=Slow(pets), source=one.source, index=one.index) for one in data.datasets)
     shape = BatchShape(train_batch_size=4, ranks=1, accumulation=1)
     take(prepare(datasets, DataRules(seed=1, shape=shape)), 20, workers=1)
 

@@ -11,10 +11,9 @@ from PIL import Image
 from smalti.data.all_ranks import scan_on_all_ranks
 from smalti.data.datasets.parse import DataDefaults, parse_datasets
 from smalti.data.datasets.spec import Catalog, DatasetSpec
-from smalti.data.node_copy import copy_to_node
 from smalti.data.scan import parts
 from smalti.data.scan.build import build_index, scan_part
-from smalti.data.scan.index import DatasetIndex, load_index
+from smalti.data.scan.index import DatasetIndex
 from smalti.data.scan.ranges import listing
 from smalti.data.scan.ranges.known import listed_by_ranks
 from smalti.data.scan.ranges.listing import list_range
@@ -104,28 +103,3 @@ def test_ranks_share_a_scan_and_an_error_reaches_all(pets: Path, tmp_path: Path)
     assert list(together.keys()) == list(alone.keys())
     assert (together.digests, together.quarantined) == (alone.digests, alone.quarantined)
     assert [path.name for path in (tmp_path / "both").iterdir()] == ["pets.arrow"]
-
-
-def copy_on_two_ranks(directory: Path, root: Path) -> str:
-    world = World(rank=dist.get_rank(), size=2, local_rank=dist.get_rank())
-    communicator = GlooCommunicator(world=world, group=dist.group.WORLD)
-    return str(copy_to_node(directory, root, communicator))
-
-
-def test_a_node_reads_a_copy_of_the_indexes_that_follows_them(pets: Path, tmp_path: Path) -> None:
-    run, index = tmp_path / "run", tmp_path / "run/pets.arrow"
-    scan(pets, index, LocalStorage(pets))
-    (run / "scan.json").write_text("{}")
-    with forked_processes() as ranks:
-        folder, same = map(Path, ranks.run(copy_on_two_ranks, run, tmp_path / "node"))
-        inode = (folder / "pets.arrow").stat().st_ino
-        ranks.run(copy_on_two_ranks, run, tmp_path / "node")
-        unchanged = (folder / "pets.arrow").stat().st_ino
-        (pets / "0000.png").unlink()
-        scan(pets, index, LocalStorage(pets))
-        ranks.run(copy_on_two_ranks, run, tmp_path / "node")
-
-    assert folder == same
-    assert unchanged == inode
-    assert [path.name for path in folder.iterdir()] == ["pets.arrow"]
-    assert len(load_index(spec_of(pets), folder / "pets.arrow")) == 59

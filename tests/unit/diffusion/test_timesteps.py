@@ -123,8 +123,6 @@ def test_distribution_and_shift_are_put_into_words(settings: dict[str, object], 
     [
         {"distribution": "poisson"},
         {"distribution": "logit_normal", "sigmoid_scale": 0.0},
-        {"distribution": "mode", "mode_scale": 2.0},
-        {"distribution": "beta", "beta_alpha": 0.5},
         {"shift": 0.0},
     ],
     ids=str,

@@ -11,8 +11,9 @@ from dataclasses import replace
 import pytest
 import torch.distributed as dist
 
-from smalti.parallel import GlooCommunicator, RankWork, describe_work, run_on_all_ranks
+from smalti.parallel import GlooCommunicator, RankWork, describe_phases, describe_work, run_on_all_ranks
 from smalti.parallel.late_ranks import Presence
+from smalti.rundir import Phases
 from smalti.types import World
 from support.forked_ranks import forked_processes
 
@@ -43,6 +44,19 @@ def come_late(seconds: float, work: RankWork | None = None) -> str:
     with connected() as ranks:
         if ranks.world.is_main:
             time.sleep(seconds)
+        return end_of(ranks)
+
+
+def come_late_from_a_phase(steps: int) -> str:
+    """Rank 0 is in a phase for `LATE` seconds before a call that all make, with so many steps of progress."""
+    phases = Phases()
+    phases.enter("encoding", total=9, unit="images")
+    describe_phases(phases)
+    with connected() as ranks:
+        for _ in range(steps if ranks.world.is_main else 0):
+            time.sleep(LATE / steps)
+            if steps > 1:
+                phases.note_progress()
         return end_of(ranks)
 
 
@@ -97,6 +111,11 @@ def test_a_rank_without_progress_is_waited_for_until_the_deadline_of_its_phase(p
     ends = pair.run(come_late, LATE, after)
     assert ends[1] == "rank 0 has made no progress for 6 s (validating)"
     assert "closed" in ends[0], "it finds the connections broken, and does not wait"
+
+
+def test_a_rank_in_a_phase_is_waited_for_as_long_as_it_makes_progress(pair):
+    assert pair.run(come_late_from_a_phase, 10) == ["all came"] * 2
+    assert "rank 0 has made no progress for" in pair.run(come_late_from_a_phase, 1)[1]
 
 
 def test_a_rank_that_shows_no_sign_of_life_is_given_up(pair):

@@ -41,9 +41,8 @@ def test_products_that_are_not_in_bf16_have_peaks_of_their_own():
     assert peaks == [312e12, 156e12, 19.5e12]
 
 
-def test_the_cpu_has_a_peak_only_if_it_is_given_and_every_rank_counts():
-    world = World(rank=0, size=2)
-    assert (peak_of(world, None, "bf16"), peak_of(world, 0.5, "bf16")) == (None, 1e12)
+def test_the_cpu_has_no_peak():
+    assert peak_of(World(rank=0, size=2), "bf16") is None
 
 
 @pytest.mark.parametrize(("trained", "passes"), [(1.0, 3.0), (0.01, 2.01)])
@@ -52,11 +51,6 @@ def test_a_step_counts_forward_and_backward_of_what_trains(trained, passes):
     utilisation = Utilisation(family=family, trained=trained, peak=1e9)
     expected = 8 * family.flops_per_sample(16, 8) * passes / 0.8 / 1e9
     assert utilisation.of(step(seconds=0.5, waited=0.3), 16, 8) == pytest.approx(expected)
-
-
-def test_ranks_that_share_a_sample_count_as_devices_but_not_as_samples():
-    alone, shared = (peak_of(World(rank=0, size=4, context=context), 1.0, "bf16") for context in (1, 2))
-    assert alone == shared
 
 
 class Counting(TinyFamily):

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from pydantic import BeforeValidator
 
+from smalti.config.core_options.retired import is_retired, retired_problem
 from smalti.config.options import Given, Option, Schema, unknown
 from smalti.config.sources import put_translated
 from smalti.errors import Problem
@@ -71,7 +72,11 @@ def _translated(
         if value is None:  # overrides other sources
             nothing = () if schema.options[name].is_list else None
             found[name] = Given(value=nothing, spelling=key, place=key)
-    problems += [unknown(flag, schema, where=_WHERE) for flag in others if flag in translated.rest]
+    for flag in filter(translated.rest.__contains__, others):
+        if not is_retired(flag):
+            problems.append(unknown(flag, schema, where=_WHERE))
+        elif problem := retired_problem(flag, others[flag], _WHERE):
+            problems.append(problem)
     return found
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from smalti.config import accelerate_yaml
+from smalti.config.core_options.retired import is_retired, retired_problem
 from smalti.config.files import expand, variables_in
 from smalti.config.kept_defaults import TABLE
 from smalti.config.known_packages import package_of_command
@@ -50,7 +51,9 @@ def environment_layer(
     for spelling, value in found.rest.items():
         name = variable(spelling)
         option = schema.find(spelling)
-        if option is None:
+        if option is None and is_retired(spelling):
+            problems += filter(None, [retired_problem(spelling, value, f"environment variable {name}")])
+        elif option is None:
             problems.append(unknown(spelling, schema, where=f"environment variable {name}"))
         else:
             _put(layer, option, Given(value=value, spelling=spelling, place=name), problems)
@@ -70,6 +73,9 @@ def file_layer(
         if key not in found.rest:
             continue
         option = schema.find(key)
+        if option is None and is_retired(key):
+            problems += filter(None, [retired_problem(key, raw, file)])
+            continue
         if option is None and key.startswith(_COMMENTS):
             continue
         if option is None:

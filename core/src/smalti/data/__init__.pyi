@@ -9,19 +9,10 @@ from .datasets.parse import DataDefaults as DataDefaults, parse_datasets as pars
 from .datasets.simpletuner import is_comment as is_comment
 from .datasets.sources import (
     LISTED as LISTED,
-    ChecksTable as ChecksTable,
     Listed as Listed,
     ListedState as ListedState,
-    ListsColumns as ListsColumns,
     MetadataSource as MetadataSource,
-    PricesShuffledReads as PricesShuffledReads,
-    ReadsPlaces as ReadsPlaces,
-    RecognizesUnchanged as RecognizesUnchanged,
-    ReportsNotices as ReportsNotices,
-    ReportsSkipped as ReportsSkipped,
-    UsesFolder as UsesFolder,
     listed_columns as listed_columns,
-    listed_rows as listed_rows,
 )
 from .datasets.spec import (
     BUILT_IN_METADATA as BUILT_IN_METADATA,
@@ -61,7 +52,6 @@ from .from_options import (
 )
 from .images import Bytes as Bytes, normalised as normalised
 from .loader import Batch as Batch, Loader as Loader, MicroBatch as MicroBatch
-from .node_copy import copy_to_node as copy_to_node
 from .order import (
     Beginning as Beginning,
     BucketSamples as BucketSamples,
@@ -100,29 +90,21 @@ from .sources.unchanged import (
     file_identity as file_identity,
     rebatched as rebatched,
     stored_identity as stored_identity,
-    visible_files as visible_files,
+    visible as visible,
 )
-from .storage.columns import file_columns as file_columns, list_columns as list_columns
+from .storage.columns import file_columns as file_columns
 from .storage.local import LocalStorage as LocalStorage
 from .storage.protocol import (
     AccessDeniedError as AccessDeniedError,
-    CountsTraffic as CountsTraffic,
-    CreatesOnce as CreatesOnce,
-    Deletes as Deletes,
-    HasIdentity as HasIdentity,
     IntegrityError as IntegrityError,
     InvalidKeyError as InvalidKeyError,
-    ListsFileColumns as ListsFileColumns,
-    ListsRanges as ListsRanges,
     MissingFileError as MissingFileError,
     Storage as Storage,
     StorageError as StorageError,
     StoredFile as StoredFile,
     Traffic as Traffic,
-    TransfersFiles as TransfersFiles,
     TransientStorageError as TransientStorageError,
     checked_key as checked_key,
-    identity_of as identity_of,
 )
 from .threads import Threads as Threads
 from .visits import Visit as Visit, visits_at as visits_at

@@ -8,7 +8,7 @@ from functools import cached_property
 
 from smalti.data.buckets import CropSettings
 from smalti.data.datasets.caption_policy import CaptionPolicy
-from smalti.data.datasets.sources import ReadsPlaces, describe_skipped
+from smalti.data.datasets.sources import MetadataSource, describe_skipped
 from smalti.data.datasets.spec import DatasetSpec
 from smalti.data.scan.index import DatasetIndex
 from smalti.data.storage.protocol import Storage
@@ -17,27 +17,21 @@ from smalti.system import derive_seed, uniform
 
 @dataclass(frozen=True, kw_only=True)
 class Dataset:
-    """One dataset: its entry, its storage and its index."""
+    """One dataset: its entry, its storage, its source and its index."""
 
     spec: DatasetSpec
     storage: Storage
+    source: MetadataSource
     index: DatasetIndex
     skipped_files: Mapping[str, int] = field(default_factory=dict)
     """Numbers of files that are not samples, by extension; only set by a scan."""
     source_notices: tuple[str, ...] = ()
     """About the names of its folders, and what its source reports; only set by a scan."""
-    places: ReadsPlaces | None = None
-    """Reads samples that are parts of other files, if there are such."""
 
     def read(self, row: int) -> bytes:
         """The file of an image. Raises a StorageError, or BadSampleError for an image in a damaged archive."""
         place = self.index.place(row)
-        if not place:
-            return self.storage.read(self.index.key(row))
-        assert self.places is not None, (
-            f"{self.index.key(row)} is at {place}, but the source of {self.spec.id} does not read places"
-        )
-        return self.places.read(place)
+        return self.source.read(place) if place else self.storage.read(self.index.key(row))
 
     @cached_property
     def caption_policy(self) -> CaptionPolicy:

@@ -23,7 +23,6 @@ from smalti.config import (
 from smalti.data.batch_check import BatchShape
 from smalti.data.dataset import Dataset
 from smalti.data.datasets.parse import DataDefaults, load_backend_config, parse_datasets
-from smalti.data.datasets.sources import ChecksTable, PricesShuffledReads
 from smalti.data.datasets.spec import Catalog, DatasetSpec, catalog_of, unused_caches
 from smalti.data.prepared import DataRules, PreparedData, build_datasets, check_no_overlap, load_datasets, prepare
 from smalti.data.scan.build import Progress
@@ -134,7 +133,6 @@ def data_rules(config: Config, plugins: Plugins, alignment: int) -> DataRules:
             accumulation=config[TrainingOptions].gradient_accumulation_steps,
         ),
         alignment=options.aspect_bucket_alignment or alignment,
-        aspect_rounding=options.aspect_bucket_rounding,
         error_budget=options.data_error_budget,
         short_buckets=options.short_buckets or ("repeat" if options.allow_dataset_oversubscription else "merge"),
     )
@@ -181,8 +179,7 @@ def _check_shuffled_reads(config: Config, datasets: Sequence[Dataset], rules: Da
     fix = "remove vae_cache_disable: images are then encoded in the order of the files; or make a folder: smalti dataset unpack"
     problems = []
     for dataset in datasets:
-        cost = dataset.places.bytes_per_shuffled_image if isinstance(dataset.places, PricesShuffledReads) else 0
-        if cost:
+        if cost := dataset.source.bytes_per_shuffled_image:
             batch = rules.shape.effective
             message = f"each image in a shuffled order costs its row group: {cost / 1e6:.1f} MB, for a batch of {batch}"
             message = f"vae_cache_disable: {message} {cost * batch / 1e9:.1f} GB"
@@ -229,9 +226,7 @@ def check_sources(config: Config, plugins: Plugins) -> None:
     catalog = catalog_of(plugins)
     for spec in dataset_specs(config, catalog):
         if spec.has_images:
-            source = catalog.open_source(spec, catalog.open_storage(spec))
-            if isinstance(source, ChecksTable):
-                source.check_table()
+            catalog.open_source(spec, catalog.open_storage(spec)).check_table()
 
 
 def scan_progress(phases: Phases) -> Scan:

@@ -24,7 +24,6 @@ from smalti.data.buckets import Bucket, CropSettings
 from smalti.data.dataset import Dataset, Sample
 from smalti.data.datasets.captions import NO_TEXT_FILE
 from smalti.data.datasets.kohya_folders import numbered, unread_names_notice
-from smalti.data.datasets.sources import ReadsPlaces, ReportsNotices, ReportsSkipped, UsesFolder
 from smalti.data.datasets.spec import Catalog, DatasetSpec
 from smalti.data.order import BucketSamples, Order, Part
 from smalti.data.plan.bucket_rows import BucketRows, rows_by_bucket
@@ -173,17 +172,13 @@ def build_datasets(
             continue
         storage = catalog.open_storage(spec)
         source = catalog.open_source(spec, listed_by_ranks(spec, storage, cache, handed))
-        if directory and isinstance(source, UsesFolder):
+        if directory:
             source.use_folder(directory / "sources" / spec.file_name)
         index = build_index(spec, storage, source, cache, progress(spec.id) if progress else None, handed)
         if directory:
             write_quarantine(directory / f"{spec.file_name}.quarantine.jsonl", index.quarantined)
-        skipped_files = dict(source.skipped_files) if isinstance(source, ReportsSkipped) else {}
-        notices = (*unread_names_notice(spec), *(source.notices if isinstance(source, ReportsNotices) else ()))
-        places = source if isinstance(source, ReadsPlaces) else None
-        one = Dataset(
-            spec=spec, storage=storage, index=index, skipped_files=skipped_files, source_notices=notices, places=places
-        )
+        skipped, notices = dict(source.skipped_files), (*unread_names_notice(spec), *source.notices)
+        one = Dataset(spec=spec, storage=storage, source=source, index=index, skipped_files=skipped, source_notices=notices)
         datasets.append(one)
     return tuple(datasets)
 
@@ -197,8 +192,7 @@ def load_datasets(
         storage = catalog.open_storage(spec)
         source = catalog.open_source(spec, storage)
         index = load_index(spec, directory / f"{spec.file_name}.arrow")
-        places = source if isinstance(source, ReadsPlaces) else None
-        datasets.append(Dataset(spec=spec, storage=storage, index=index, places=places))
+        datasets.append(Dataset(spec=spec, storage=storage, source=source, index=index))
     return tuple(datasets)
 
 

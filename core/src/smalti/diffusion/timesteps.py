@@ -178,9 +178,6 @@ def build_timesteps(
     distribution: Distribution = "uniform",
     sigmoid_mean: float = 0.0,
     sigmoid_scale: float = 1.0,
-    mode_scale: float = 1.29,
-    beta_alpha: float = 2.0,
-    beta_beta: float = 2.0,
     shift: float | None = None,
     auto_shift: bool = False,
     native: Shift | None = None,
@@ -190,7 +187,7 @@ def build_timesteps(
     `native` is the family's own, for a `shift` that is not given. Raises `UserError` for values with which a sampler would not
     be a distribution over times.
     """
-    quantile = _quantile(distribution, sigmoid_mean, sigmoid_scale, mode_scale, beta_alpha, beta_beta)
+    quantile = _quantile(distribution, sigmoid_mean, sigmoid_scale)
     if auto_shift:
         return TimestepSampler(quantile=quantile, shift=ResolutionShift(), origin="flow_schedule_auto_shift")
     if shift is not None:
@@ -202,7 +199,7 @@ def build_timesteps(
     return TimestepSampler(quantile=quantile)
 
 
-def _quantile(distribution: Distribution, mean: float, std: float, mode_scale: float, alpha: float, beta: float) -> Quantile:
+def _quantile(distribution: Distribution, mean: float, std: float) -> Quantile:
     if distribution == "uniform":
         return Uniform()
     if distribution == "logit_normal":
@@ -210,12 +207,7 @@ def _quantile(distribution: Distribution, mean: float, std: float, mode_scale: f
             raise UserError(f"a logit-normal scale of {std:g} is not possible", fix="use a positive number, such as 1")
         return LogitNormal(mean=mean, std=std)
     if distribution == "mode":
-        low, high = MODE_SCALE_BOUNDS
-        if not low <= mode_scale <= high:
-            raise UserError(f"a mode scale of {mode_scale:g} is out of bounds", fix=f"use {low:g} to {high:.3f}")
-        return Mode(scale=mode_scale)
+        return Mode()
     if distribution == "beta":
-        if min(alpha, beta) < 1:
-            raise UserError(f"Beta({alpha:g}, {beta:g}) is out of bounds", fix="use values of 1 or more for both")
-        return Beta(alpha=alpha, beta=beta)
+        return Beta()
     raise UserError(f"unknown timestep distribution '{distribution}'", fix="use uniform, logit_normal, mode or beta")

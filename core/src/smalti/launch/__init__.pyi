@@ -19,6 +19,5 @@ from .plan import (
     plan_launch as plan_launch,
     yaml_text as yaml_text,
 )
-from .preflight import Preparation as Preparation
-from .site import LaunchSite as LaunchSite, Progress as Progress
+from .preflight import LaunchSite as LaunchSite, Preparation as Preparation, Progress as Progress
 from .standby import StandbyLauncher as StandbyLauncher, standby_launcher as standby_launcher

@@ -7,9 +7,9 @@ skipped. Importing this module imports no torch; checks of a model family do.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -21,11 +21,12 @@ from smalti.config import (
     OptimizerOptions,
     RunOptions,
     ValidationOptions,
+    package_of_nodes,
     validation_prompts,
+    variable_of_nodes,
 )
 from smalti.errors import CheckpointError, ConfigError, InvalidOptionError, Problem, UserError, problems_in
 from smalti.hookspecs import HookSpecs
-from smalti.launch.site import launch_entry
 from smalti.plugins import (
     Plugins,
     check_sharding,
@@ -152,6 +153,32 @@ def _checked(config: Config, plugins: Plugins, *, thorough: bool, fetch: bool) -
         notices=(*distributed.notices, *notices),
     )
     return checks, made
+
+
+def launch_entry(config: Config, plugins: Plugins, environment: Mapping[str, str]) -> LaunchEntry | None:
+    """What a plugin says of this launch; None for one on this node alone.
+
+    Raises ConfigError, with what to install, for a launch on several nodes without a plugin for it.
+    """
+    found = plugins.gather(HookSpecs.configure_launch, config=config)
+    if len(found) > 1:
+        names = " and ".join(entry.origin.plugin for entry in found)
+        raise UserError(f"the plugins {names} both start the ranks of this launch", fix="disable one of them with --without")
+    if found:
+        return found[0]
+    options, package = config[LaunchOptions], package_of_nodes()
+    if package.plugin in plugins.infos and plugins.infos[package.plugin].state == "active":
+        return None
+    if options.num_machines > 1 or options.machine_rank > 0:
+        name = "num_machines" if options.num_machines > 1 else "machine_rank"
+        message = f"{name}={config.value(name)}: a run on several nodes needs {package.distribution}"
+        raise ConfigError([package.problem(message, config.source(name))])
+    given = config.source("num_machines").startswith(("flag", "environment", "Accelerate YAML"))
+    if not given and (variable := variable_of_nodes(environment)):
+        message = f"{variable} in the environment: a run on several nodes needs {package.distribution}"
+        problem = package.problem(message, "environment")
+        raise ConfigError([replace(problem, fix=f"{problem.fix}; or --num_machines=1 to train on this node alone")])
+    return None
 
 
 def _datasets(config: Config, plugins: Plugins) -> tuple[DatasetSpec, ...]:

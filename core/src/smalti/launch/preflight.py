@@ -1,4 +1,7 @@
-"""What `smalti train` does before any worker exists: check everything, report what will happen, then launch."""
+"""What `smalti train` does before any worker exists: check everything, report what will happen, then launch.
+
+`LaunchSite` is where that happens: this node, or what a plugin says with `configure_launch`. Importing this imports no torch.
+"""
 
 from __future__ import annotations
 
@@ -7,52 +10,136 @@ import os
 import shlex
 import shutil
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain, islice
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import click
 
 from smalti.checkpoint import STATE, read_state
 from smalti.config import (
     Config,
+    LaunchOptions,
     ModelOptions,
     OptimizerOptions,
     RunOptions,
+    TrainingOptions,
     as_toml,
     warm_up_notice,
     warm_up_problem,
 )
 from smalti.data import PreparedData, check_sources, ranks_scan, scan_data, scan_progress, total_steps
-from smalti.errors import ConfigError, ExitCode, TakenOverError
+from smalti.errors import BrokenPlugin, ConfigError, ExitCode, GpuFaultError, TakenOverError
 from smalti.hookspecs import HookSpecs
 from smalti.launch.checks import check_run
+from smalti.launch.launcher import LaunchResult, run_workers
 from smalti.launch.plan import (
     LaunchPlan,
     allocator_settings,
     check_accelerators,
     expected_kind,
+    plan_launch,
     write_launch_files,
     yaml_text,
 )
-from smalti.launch.site import LaunchSite, open_site
 from smalti.launch.standby import StandbyLauncher
 from smalti.parallel import ImageSize, accelerator_kind, choose_precision, cost_of, cpu_notices, describe, describe_devices
-from smalti.plugins import Plugins, choose_distributed, lines_of_each
-from smalti.rundir import STOPPED_EARLY, RunDirectory, overview
-from smalti.system import Stopped, exit_reports
+from smalti.plugins import Plugins, choose_distributed, create, lines_of_each
+from smalti.rundir import STOPPED_EARLY, RunDirectory, RunWriter, acquire, overview
+from smalti.system import Stopped, Terminated, exit_reports, importing, interrupt_main_thread
 from smalti.training import check_resumable
+from smalti.types import DistributedPlan, LaunchEntry
 
 if TYPE_CHECKING:
     from smalti.models import ModelFamily
 
+Progress = Callable[[int, int | None], None]
 _SHOWN = 10
 """Unusable samples that a dry run prints; the quarantine files list them all."""
 _FIRST = ("device", "precision", "tokens", "network")
 """The facts that are printed at launch. The others are printed when training begins."""
+
+
+@dataclass(kw_only=True)
+class LaunchSite:
+    """This node as the place of a launch. A package inherits from this class for launches with more than this node.
+
+    `config` is the configuration before its precision was chosen, `environment` that of the command. Without `write` nothing
+    is launched. `writer` owns the run directory; it is None where another node does (`joins`), and for a dry run. `facts` and
+    `notices` are for people. The methods are called in their order here.
+    """
+
+    config: Config
+    plugins: Plugins
+    directory: RunDirectory
+    kind: str
+    environment: Mapping[str, str]
+    write: bool
+    writer: RunWriter | None = None
+    joins: bool = False
+    facts: dict[str, str] = field(default_factory=dict)
+    notices: Sequence[str] = ()
+
+    def open(self) -> None:
+        """Check that this node can take part, before anything is written."""
+
+    def plan(self, config: Config, distributed: DistributedPlan) -> LaunchPlan:
+        """How the ranks of this node start, for the configuration with its precision."""
+        return plan_launch(config, distributed, self.directory.path, self.kind, self.environment)
+
+    def begin(self, config: Config) -> RunWriter:
+        """Acquire the run directory. Raises InUseError if another run uses it."""
+        self.writer = acquire(
+            self.directory,
+            config_digest=config.digest,
+            world_size=config[LaunchOptions].num_processes,
+            mixed_precision=config[TrainingOptions].mixed_precision,
+            on_stop=interrupt_main_thread,
+        )
+        self.writer.events.mask = config.masked
+        return self.writer
+
+    def checked(self, progress: Progress) -> Progress:
+        """The same reporting of progress while the data is scanned."""
+        return progress
+
+    def gather(self) -> None:
+        """The files of the launch are written; wait for whatever takes part in it."""
+
+    def run(self, config: Config, plan: LaunchPlan, standby: StandbyLauncher | None) -> LaunchResult:
+        """Run to the end. `standby` can start the ranks."""
+        if plan.launcher != "in-process":
+            return run_workers(plan, self.directory, digest=config.digest, writer=self.writer, standby=standby)
+        with importing():
+            from smalti.launch.rank import run_rank
+
+        os.environ.update(plan.environment)
+        try:
+            outcome = run_rank(config, self.plugins, self.writer)
+        except GpuFaultError as error:
+            return error.exit_code, str(error)
+        except KeyboardInterrupt as stop:
+            if self.writer is not None and self.writer.stop_request:
+                return ExitCode.STOPPED, STOPPED_EARLY
+            code = ExitCode.PREEMPTED if isinstance(stop, Terminated) else ExitCode.INTERRUPTED
+            return code, "stopped outside of a training step; saved checkpoints and caches are intact"
+        return outcome.exit_code, outcome.message
+
+    def close(self) -> None:
+        """Also called after an exception."""
+
+    # --- what to type next ------------------------------------------------------------------------------------------
+
+    def flags(self) -> str:
+        """What the command of this node needs in addition to the run's configuration file, after a space."""
+        return ""
+
+    def to_resume(self, command: str) -> str:
+        """How to start this launch again; `command` does on this node."""
+        return f"run the same command again, or {command}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,8 +192,9 @@ class Preparation:
         ]
         described = {"device": describe_devices(config, kind), "precision": describe(config, kind), **site.facts}
         facts = {name: fact for name, fact in described.items() if fact}
-        hook = HookSpecs.notices_before_launch
-        of_plugins = [] if site.joins else lines_of_each(plugins, hook, config=config, plan=distributed, kind=kind)
+        of_plugins = []
+        if not site.joins:
+            of_plugins = lines_of_each(plugins, HookSpecs.notices_before_launch, config=config, plan=distributed, kind=kind)
         with _failures_recorded(site):
             if write and not site.joins:
                 site.begin(config)
@@ -253,6 +341,16 @@ class Preparation:
         if plan.distributed.settings:
             lines += ["", f"{plan.distributed.title}:", *_indented(json.dumps(plan.distributed.settings, indent=2))]
         return str(self.config.masked("\n".join(lines)))
+
+
+def open_site(entry: LaunchEntry | None, plugins: Plugins, **settings: Any) -> LaunchSite:
+    """The place of a launch, from the fields of `LaunchSite`. Other nodes have been found then."""
+    site = LaunchSite(plugins=plugins, **settings) if entry is None else create(entry, entry.site, plugins=plugins, **settings)
+    if not isinstance(site, LaunchSite):
+        message = f"{cast(LaunchEntry, entry).origin} returned {type(site).__name__} for a launch, not a LaunchSite"
+        raise BrokenPlugin(message, fix=cast(LaunchEntry, entry).origin.workaround)
+    site.open()
+    return site
 
 
 def _check_storages(config: Config, plugins: Plugins, family: ModelFamily, *, sources: bool) -> None:

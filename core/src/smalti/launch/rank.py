@@ -10,7 +10,7 @@ from contextlib import ExitStack, contextmanager
 from smalti.config import Config
 from smalti.parallel import FailureDetector, LostRankError, Parallel, describe_phases, write_lost_report
 from smalti.plugins import Plugins, choose_distributed, rank_observed
-from smalti.rundir import Phases, RunWriter
+from smalti.rundir import RunWriter
 from smalti.system import (
     STOPPING,
     SignalFilter,
@@ -27,13 +27,13 @@ from smalti.system import (
 )
 from smalti.training import (
     LEAVE_SECONDS,
+    Context,
     FaultWatch,
     Watchdog,
     become_run,
     build,
     memory_explained,
     open_parallel,
-    rank_info,
     train,
 )
 from smalti.types import DistributedPlan, Outcome, RunState, StopReason
@@ -57,12 +57,12 @@ def run_rank(config: Config, plugins: Plugins, writer: RunWriter | None = None) 
             with Watchdog(detector) as watchdog, FaultWatch(plugins, state, detector) as faults:
                 with faults.interrupting():
                     writer = become_run(config, parallel, writer, closing)
-                    phases = writer.phases if writer is not None else Phases()
-                    describe_phases(phases)
-                    faults.info = rank_info(config, plugins, plan, parallel.world, phases)
-                    closing.enter_context(rank_observed(plugins, state, faults.info, phases))
-                    with memory_explained(plugins, state, faults.info):
-                        run = build(config, plugins, plan, parallel, detector, closing, writer, state, phases)
+                    context = Context.of(config, plugins, plan, parallel, detector, state, writer)
+                    describe_phases(context.phases)
+                    faults.info = context.info
+                    closing.enter_context(rank_observed(plugins, state, context.info, context.phases))
+                    with memory_explained(plugins, state, context.info):
+                        run = build(context, closing)
                     watchdog.run = faults.run = run
                 if writer is not None:
                     writer.begin_training()

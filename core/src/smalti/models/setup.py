@@ -25,6 +25,9 @@ from smalti.models.family import ModelFamily
 from smalti.parallel import in_bf16, products
 from smalti.types import Block
 
+_MOST_SHAPES = 16
+"""Input shapes compiled for each block."""
+
 
 def ensure_compiled(
     wrapped: nn.Module, unwrap: Callable[[nn.Module], nn.Module], blocks: Sequence[Block], config: Config, strategy: str
@@ -50,12 +53,12 @@ def compile_blocks(model: nn.Module, blocks: Sequence[Block], config: Config) ->
     """Compile every block if the options ask for it; nothing runs before the first forward pass.
 
     The block's own `forward` is compiled, below all hooks, which gather parameters and cannot be traced. After
-    `dynamo_recompile_limit` different shapes a block runs as it is, for those shapes that come after.
+    `_MOST_SHAPES` different shapes a block runs as it is, for those shapes that come after.
     """
     options = config[LaunchOptions]
     if options.dynamo_backend is None:
         return
-    torch._dynamo.config.recompile_limit = options.dynamo_recompile_limit
+    torch._dynamo.config.recompile_limit = _MOST_SHAPES
     for block in blocks:
         module = model.get_submodule(block.path)
         compiled = torch.compile(module.forward, backend=options.dynamo_backend.lower(), mode=options.dynamo_mode)

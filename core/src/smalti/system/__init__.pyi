@@ -56,7 +56,6 @@ from .process import (
     kill_tree as kill_tree,
     raise_open_files_limit as raise_open_files_limit,
 )
-from .report_timer import ReportTimer as ReportTimer
 from .signals import (
     STOPPING as STOPPING,
     SignalFilter as SignalFilter,

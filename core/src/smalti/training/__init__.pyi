@@ -1,5 +1,7 @@
 from .build_run import (
     assemble as assemble,
+    become_run as become_run,
+    begin as begin,
     build as build,
     build_model as build_model,
     build_optimizer as build_optimizer,
@@ -8,11 +10,10 @@ from .build_run import (
 )
 from .failures.fault_watch import FaultWatch as FaultWatch
 from .failures.out_of_memory import memory_explained as memory_explained
-from .failures.step_times import ForwardTime as ForwardTime, StepTimes as StepTimes
+from .failures.step_times import StepTimes as StepTimes
 from .failures.watchdog import LEAVE_SECONDS as LEAVE_SECONDS, Watchdog as Watchdog
 from .inference_export import Exported as Exported, export as export
 from .loss import DenoisingLoss as DenoisingLoss, denoising_loss as denoising_loss
-from .opening import become_run as become_run, rank_info as rank_info
 from .optim.ema import (
     count_step as count_step,
     grouped as grouped,
@@ -21,7 +22,6 @@ from .optim.ema import (
     sum_over_shards as sum_over_shards,
     with_gradients as with_gradients,
 )
-from .optim.lr_schedule import build_scheduler as build_scheduler
 from .optim.optimizers import (
     build_registered as build_registered,
     decouple_decay as decouple_decay,
@@ -30,7 +30,7 @@ from .optim.optimizers import (
 )
 from .resume import check_adapter as check_adapter
 from .resume_checks import check_resumable as check_resumable
-from .run import Run as Run
+from .run import Context as Context, Run as Run
 from .trainer import train as train, train_step as train_step
 from .validation.plan import check_validation as check_validation, planned_images as planned_images
 from .validation.validation import eval_mode as eval_mode

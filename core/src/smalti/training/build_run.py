@@ -1,17 +1,17 @@
 """Everything that the loop needs, assembled in the one right order.
 
-configure -> family -> data -> encode ahead -> model (meta) -> blocks -> wrap -> optimizer -> setup -> load checkpoint -> loader
+directory -> family -> data -> encode ahead -> model (meta) -> blocks -> wrap -> optimizer -> setup -> load checkpoint -> loader
 """
 
 from __future__ import annotations
 
 import json
 import logging
+import sys
 from collections.abc import Collection, Sequence
 from contextlib import ExitStack
 from functools import partial
 from hashlib import sha256
-from pathlib import Path
 from typing import cast
 
 import torch
@@ -20,14 +20,27 @@ from torch import nn
 from smalti.checkpoint import CheckpointStore, Saver
 from smalti.config import (
     Config,
+    DataOptions,
     ModelOptions,
     OptimizerOptions,
     RunOptions,
     TrainingOptions,
+    ValidationOptions,
     ValidationPrompt,
     validation_prompts,
 )
-from smalti.data import Encoded, PreparedData, total_steps
+from smalti.data import (
+    Encoded,
+    HeldOut,
+    Loader,
+    PreparedData,
+    encode_ahead,
+    load_data,
+    scan_data_on_all_ranks,
+    scan_progress,
+    total_steps,
+    was_scanned,
+)
 from smalti.errors import BrokenPlugin, UserError
 from smalti.hookspecs import HookSpecs
 from smalti.models import (
@@ -43,21 +56,23 @@ from smalti.models import (
     wants_channels_last,
     without_weights,
 )
-from smalti.parallel import Boundary, FailureDetector, Parallel
+from smalti.parallel import Boundary, Communicator, Parallel, RankError, products, run_on_all_ranks, run_on_main_rank
 from smalti.plugins import Plugins, create, find_family
-from smalti.rundir import Ownership, Phases, RunDirectory, RunWriter
+from smalti.rundir import Ownership, RunWriter, join
 from smalti.training.checkpointing import write
+from smalti.training.failures.disk_space import DiskSpace
+from smalti.training.failures.step_times import ForwardTime
 from smalti.training.loss import denoising_loss
-from smalti.training.opening import open_data, run_info
+from smalti.training.metrics import Memory, Utilisation, peak_of
 from smalti.training.optim.ema import build_ema
-from smalti.training.optim.lr_schedule import Cadence
+from smalti.training.optim.lr_schedule import Cadence, build_scheduler
 from smalti.training.optim.optimizers import matrices, parameter_groups
 from smalti.training.resume import resume
-from smalti.training.run import Run
+from smalti.training.run import Assembled, Context, Run, directory_of
 from smalti.types import (
     Block,
     DistributedPlan,
-    RunState,
+    RunInfo,
 )
 
 _log = logging.getLogger(__name__)
@@ -68,14 +83,53 @@ def open_parallel(plan: DistributedPlan, config: Config) -> Parallel:
     return cast(Parallel, create(plan, plan.parallel, config))
 
 
-def compare_ranks(parallel: Parallel, config: Config, plugins: Plugins, prompts: Sequence[ValidationPrompt]) -> None:
+def become_run(config: Config, communicator: Communicator, writer: RunWriter | None, closing: ExitStack) -> RunWriter | None:
+    """The run directory in the hands of the main rank, None on others. *Collective*.
+
+    `writer` is it if this process holds it already; what is taken here is left with `closing`.
+    """
+    taken = [] if writer is None else [writer]
+
+    def take() -> str:
+        if communicator.world.is_main and writer is None:
+            directory = directory_of(config)
+            taken.append(join(directory, config_digest=config.digest, world_size=communicator.world.size))
+            closing.callback(taken[0].close)
+            taken[0].events.mask = config.masked
+        return ""
+
+    try:
+        run_on_all_ranks(communicator, take)
+    except RankError as failure:
+        raise failure.for_user() from failure
+    return taken[0] if taken else None
+
+
+def build(context: Context, closing: ExitStack) -> Run:
+    """Assemble a run on this rank. *Collective*. What has to be closed in the end is put on `closing`."""
+    config, parallel = context.config, context.parallel
+    prompts = validation_prompts(config)
+    compare_ranks(context, prompts)
+    family = find_family(config, context.plugins)
+    family.to(parallel.world.device)
+    data, encoded = open_data(context, family, prompts)
+    made = assemble(context, family, data, encoded, prompts, ownership_of(context))
+    saver = Saver(write=partial(write, made), communicator=parallel, background=parallel.background_communicator())
+    closing.callback(saver.close)
+    resume(made)
+    batches = open_loader(made)
+    closing.callback(batches.close)
+    return begin(made, saver, batches, held_out(made))
+
+
+def compare_ranks(context: Context, prompts: Sequence[ValidationPrompt]) -> None:
     """Refuse to train when ranks differ in configuration, plugins or validation prompts. *Collective*.
 
     They would hang or train different runs.
     """
     read = sha256(repr(prompts).encode()).hexdigest()[:8]
-    mine = f"config {config.digest}; validation prompts {read}; {'; '.join(plugins.versions)}"
-    everyone = parallel.all_gather_text(mine)
+    mine = f"config {context.config.digest}; validation prompts {read}; {'; '.join(context.plugins.versions)}"
+    everyone = context.parallel.all_gather_text(mine)
     different = [rank for rank, other in enumerate(everyone) if other != everyone[0]]
     if different:
         other = different[0]
@@ -85,96 +139,78 @@ def compare_ranks(parallel: Parallel, config: Config, plugins: Plugins, prompts:
         )
 
 
-def ownership_of(directory: RunDirectory, parallel: Parallel, writer: RunWriter | None) -> Ownership:
-    """The ownership of this launch, which the main rank's `writer` has, on every rank. *Collective*."""
+def ownership_of(context: Context) -> Ownership:
+    """The ownership of this launch, which the writer of the main rank has, on every rank. *Collective*."""
+    writer = context.writer
     mine = json.dumps([writer.record.id, writer.record.started]) if writer is not None else ""
-    run_id, started = json.loads(parallel.all_gather_text(mine)[0])
-    return writer.ownership if writer is not None else Ownership(directory, run_id, started)
+    run_id, started = json.loads(context.parallel.all_gather_text(mine)[0])
+    return writer.ownership if writer is not None else Ownership(context.directory, run_id, started)
 
 
-def build(
-    config: Config,
-    plugins: Plugins,
-    plan: DistributedPlan,
-    parallel: Parallel,
-    detector: FailureDetector,
-    closing: ExitStack,
-    writer: RunWriter | None,
-    state: RunState,
-    phases: Phases,
-) -> Run:
-    """Assemble a run on this rank. *Collective*. What has to be closed in the end is put on `closing`."""
-    prompts = validation_prompts(config)
-    compare_ranks(parallel, config, plugins, prompts)
-    directory = RunDirectory(cast(Path, config[RunOptions].output_dir))
-    family = find_family(config, plugins)
-    family.to(parallel.world.device)
-    data, encoded = open_data(config, plugins, family, parallel, directory.data, writer, prompts, phases)
-    run = assemble(
-        config,
-        plugins,
-        plan,
-        parallel,
-        detector,
-        family,
-        data,
-        encoded,
-        prompts=prompts,
-        ownership=ownership_of(directory, parallel, writer),
-        writer=writer,
-        state=state,
-        phases=phases,
-    )
-    run.saver = Saver(write=partial(write, run), communicator=parallel, background=parallel.background_communicator())
-    closing.callback(run.saver.close)
-    resume(run)
-    run.start_from_here(closing)
-    return run
+def open_data(context: Context, family: ModelFamily, prompts: Sequence[ValidationPrompt]) -> tuple[PreparedData, Encoded]:
+    """The order of samples on this rank, and what of them was encoded ahead. *Collective*.
+
+    Reads the indexes that the launcher wrote just now into the run directory. Where nobody has, all ranks scan them.
+    `prompts` are those of validation.
+    """
+    config, plugins, communicator, phases = context.config, context.plugins, context.parallel, context.phases
+    directory, writer = context.directory.data, context.writer
+    attempt = writer.record.started if writer is not None else None
+    try:
+        scanned = run_on_main_rank(communicator, lambda: str(attempt is not None and was_scanned(directory, attempt)))
+        if scanned != str(True):
+            notices = scan_data_on_all_ranks(
+                config, plugins, family.alignment, directory, communicator, scan_progress(phases), attempt=attempt
+            )
+            for notice in notices:
+                print(f"smalti: note: {notice}", file=sys.stderr)
+    except RankError as failure:
+        raise failure.for_user() from failure
+    data = load_data(config, plugins, family.alignment, directory)
+    encoded = encode_ahead(config, plugins, family, data, communicator, directory, phases, prompts)
+    phases.enter("building")
+    return data, encoded
 
 
 def assemble(
-    config: Config,
-    plugins: Plugins,
-    plan: DistributedPlan,
-    parallel: Parallel,
-    detector: FailureDetector,
+    context: Context,
     family: ModelFamily,
     data: PreparedData,
     encoded: Encoded,
-    *,
     prompts: Sequence[ValidationPrompt],
     ownership: Ownership,
-    writer: RunWriter | None,
-    state: RunState,
-    phases: Phases,
     weights: Weights | None = None,
-) -> Run:
-    """Model, optimizer, EMA and loss of a run whose data are there. *Collective*. It has no saver and no loader yet.
+) -> Assembled:
+    """Model, optimizer, EMA and loss of a run whose data are there. *Collective*.
 
     `weights` are the first ones of the model; by default those of the family.
     """
-    directory = RunDirectory(cast(Path, config[RunOptions].output_dir))
-    bare, blocks = build_model(config, plugins, family, parallel.world.device)
-    state.max_steps = total_steps(config, data)
-    seed = config[RunOptions].seed
+    config, plugins, plan, parallel = context.config, context.plugins, context.plan, context.parallel
+    device, seed = parallel.world.device, config[RunOptions].seed
+    bare, blocks = build_model(config, plugins, family, device)
+    context.state.max_steps = total_steps(config, data)
     adapter = family.adapter(seed) if isinstance(family, Adaptable) else None
     # A sharded model calls itself by another class; and an adapter's tensors are not those of such a model.
     model_config = config_of(bare) if adapter is None else ""
-    sizes, decayed = parameter_counts(bare), matrices(bare)
+    (parameters, trainable), decayed = parameter_counts(bare), matrices(bare)
     model = wrap_model(config, plugins, plan, parallel, family, bare, blocks, seed, weights)
     model, optimizer = parallel.setup(model, build_optimizer(config, plugins, parallel, model, decayed))
     model.train()
-    loss = denoising_loss(config, family, parallel.world.device, encoded.conditioning([""], parallel.world.device))
-    return Run(
-        config=config,
-        plugins=plugins,
+    loss = denoising_loss(config, family, device, encoded.conditioning([""], device))
+    info = RunInfo(
+        **vars(context.info),
+        family=family.name,
+        parameters=parameters,
+        trainable=trainable,
+        effective_batch=data.order.effective_batch,
+        timesteps=loss.describe_timesteps(count.bucket for count in data.counts),
+        writer=context.writer,
+    )
+    return Assembled(
+        **{**vars(context), "info": info},
         backend=plugins.backend(plan),
-        directory=directory,
         ownership=ownership,
-        info=run_info(config, plugins, plan, parallel.world, family, data, loss, writer, phases, **sizes),
-        parallel=parallel,
-        detector=detector,
-        boundary=Boundary(detector.claim, parallel.world.device),
+        boundary=Boundary(context.detector.claim, device),
         family=family,
         model=model,
         model_config=model_config,
@@ -186,10 +222,8 @@ def assemble(
         data=data,
         encoded=encoded,
         prompts=prompts,
-        state=state,
-        phases=phases,
         cadence=Cadence.of(config, data),
-        checkpoints=CheckpointStore(directory.checkpoints, report=_log.warning),
+        checkpoints=CheckpointStore(context.directory.checkpoints, report=_log.warning),
     )
 
 
@@ -209,10 +243,10 @@ def build_model(config: Config, plugins: Plugins, family: ModelFamily, device: s
     return model, plugins.decide(HookSpecs.detect_blocks, model=model, family=family, config=config) or []
 
 
-def parameter_counts(model: nn.Module) -> dict[str, int]:
-    """How many numbers a model has, before it is spread over ranks, and how many of them train: as `RunInfo` calls them."""
+def parameter_counts(model: nn.Module) -> tuple[int, int]:
+    """How many numbers a model has, before it is spread over ranks, and how many of them train."""
     sizes = [(parameter.numel(), parameter.requires_grad) for parameter in model.parameters()]
-    return {"parameters": sum(size for size, _ in sizes), "trainable": sum(size for size, trains in sizes if trains)}
+    return sum(size for size, _ in sizes), sum(size for size, trains in sizes if trains)
 
 
 def wrap_model(
@@ -252,3 +286,55 @@ def build_optimizer(
     optimizer = plugins.decide(HookSpecs.build_optimizer, model=model, groups=groups, config=config, registry=registry)
     assert optimizer is not None, "the core's own answer comes last"
     return optimizer
+
+
+def begin(made: Assembled, saver: Saver, batches: Loader, held_out: HeldOut | None) -> Run:
+    """The run from where its `state` stands: the last act of building, after any checkpoint was loaded.
+
+    The gauges begin here too, so that what building needed does not count.
+    """
+    config, world, state = made.config, made.world, made.state
+    peak = peak_of(world, products(config, torch.device(world.device).type))
+    state.resumed = state.step
+    made.boundary.reach()
+    return Run(
+        **vars(made),
+        saver=saver,
+        scheduler=build_scheduler(made.optimizer, config[OptimizerOptions], state.max_steps, state.step),
+        batches=batches,
+        held_out=held_out,
+        disk_space=DiskSpace(config, made.plugins, made.directory),
+        forward_time=ForwardTime(world.device),
+        utilisation=Utilisation(family=made.family, trained=made.info.trainable / made.info.parameters, peak=peak),
+        memory=Memory(world.device),
+        older_checkpoints=made.checkpoints.names(),
+        saved_step=state.step,
+    )
+
+
+def open_loader(run: Assembled) -> Loader:
+    """The stream of batches from where the run stands."""
+    options = run.config[DataOptions]
+    return Loader(
+        run.data,
+        world=run.world,
+        micro_batch=options.train_batch_size,
+        accumulation=run.config[TrainingOptions].gradient_accumulation_steps,
+        errors=run.data.error_budget(run.directory.data / f"loading.rank-{run.world.rank}.quarantine.jsonl"),
+        position=run.state.position,
+        latents=run.encoded.latents,
+        texts=run.encoded.texts,
+    )
+
+
+def held_out(run: Assembled) -> HeldOut | None:
+    """The held-out images of the run, if there are any."""
+    if run.data.held_out is None:
+        return None
+    return HeldOut(
+        run.data.held_out,
+        batch=run.config[ValidationOptions].validation_batch_size,
+        device=run.world.device,
+        latents=run.encoded.held_out,
+        texts=run.encoded.texts,
+    )

@@ -11,7 +11,7 @@ from smalti.hookspecs import HookSpecs
 from smalti.parallel import Communicator, portable_name
 from smalti.plugins import notify_each
 from smalti.training.metrics import broadcast_running_stats
-from smalti.training.run import Run
+from smalti.training.run import Assembled, Run
 from smalti.types import Checkpoint, Outcome, StopReason
 
 _log = logging.getLogger(__name__)
@@ -80,7 +80,7 @@ def _with_last_good(run: Run, failure: SaveError) -> str:
     return f"{failure.message}; the last good checkpoint is {newest}" if newest else f"{failure.message}; there is no other"
 
 
-def take_snapshot(run: Run) -> Snapshot:
+def take_snapshot(run: Assembled) -> Snapshot:
     """The state as a checkpoint holds it; the tensors are the live ones. *Collective*."""
     state = run.state
     return Snapshot(
@@ -107,7 +107,7 @@ def take_snapshot(run: Run) -> Snapshot:
     )
 
 
-def empty_snapshot(run: Run) -> Snapshot:
+def empty_snapshot(run: Assembled) -> Snapshot:
     """The snapshot into which a checkpoint is read, to be loaded afterwards. *Collective*."""
     return Snapshot(
         step=0,
@@ -116,7 +116,7 @@ def empty_snapshot(run: Run) -> Snapshot:
     )
 
 
-def write(run: Run, snapshot: Snapshot, communicator: Communicator) -> Checkpoint:
+def write(run: Assembled, snapshot: Snapshot, communicator: Communicator) -> Checkpoint:
     """Write a checkpoint, then remove the oldest ones. *Collective*; in the saver's thread."""
     root = run.checkpoints.root
     checkpoint = run.backend.decide(
@@ -128,7 +128,7 @@ def write(run: Run, snapshot: Snapshot, communicator: Communicator) -> Checkpoin
     return checkpoint
 
 
-def rotate(run: Run) -> None:
+def rotate(run: Assembled) -> None:
     """Remove the oldest checkpoints beyond the limit. What cannot be removed stays."""
     try:
         run.checkpoints.rotate(run.config[CheckpointOptions].checkpoints_total_limit or None)

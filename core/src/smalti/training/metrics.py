@@ -99,10 +99,8 @@ class Utilisation:
         return self._counted.get((width, height))
 
 
-def peak_of(world: World, given: float | None, products: Products) -> float | None:
-    """FLOP/s of all devices of a run at most: as `given` for one in TFLOP/s, or by this rank's device; None if not known."""
-    if given is not None:
-        return given * 1e12 * world.size
+def peak_of(world: World, products: Products) -> float | None:
+    """FLOP/s of all devices of a run at most, by this rank's device; None if not known."""
     if torch.device(world.device).type != "cuda":
         return None
     one = known_peak(torch.cuda.get_device_name(world.device), products)

@@ -19,12 +19,12 @@ from smalti.training.checkpointing import empty_snapshot
 from smalti.training.optim.lr_schedule import Cadence
 from smalti.training.optim.optimizers import check_step_sizes
 from smalti.training.resume_checks import Resumption, check_resumable, noise_level_notices
-from smalti.training.run import Run
+from smalti.training.run import Assembled
 
 _log = logging.getLogger(__name__)
 
 
-def resume(run: Run) -> None:
+def resume(run: Assembled) -> None:
     """Continue from the checkpoint that the options name, if there is one. *Collective*.
 
     Hyper-parameters are the configuration's, not the checkpoint's: changing one and resuming is how it is changed.
@@ -37,7 +37,7 @@ def resume(run: Run) -> None:
         keep(identity, run.data.indexes, run.directory.data)  # for later resumes to compare with
 
 
-def restore(run: Run, found: Path) -> None:
+def restore(run: Assembled, found: Path) -> None:
     """Fill the run from a checkpoint. *Collective*."""
     snapshot = empty_snapshot(run)
     loaded = run.backend.decide(
@@ -64,7 +64,7 @@ def restore(run: Run, found: Path) -> None:
         _log.warning("resuming from %s at step %d", found, run.state.step)
 
 
-def take_place(run: Run, trainer: Mapping[str, object], resumption: Resumption) -> list[str]:
+def take_place(run: Assembled, trainer: Mapping[str, object], resumption: Resumption) -> list[str]:
     """Stand where the trainer stood that wrote the checkpoint; what the user should know about that.
 
     Another trainer's place in the data means nothing here, so a converted checkpoint has none. Where the order of samples is a
@@ -91,7 +91,7 @@ def take_place(run: Run, trainer: Mapping[str, object], resumption: Resumption) 
     return [*notices, f"the checkpoint tells no place in the data; as each step takes one batch, {state.step} are left out"]
 
 
-def continue_order(run: Run, beginning: Beginning | None, version: Version | None) -> None:
+def continue_order(run: Assembled, beginning: Beginning | None, version: Version | None) -> None:
     """Make the order of samples that of the checkpoint, where it is not what a new run would have."""
     if beginning is None and version is None:
         return
@@ -100,7 +100,7 @@ def continue_order(run: Run, beginning: Beginning | None, version: Version | Non
     run.state.max_steps = total_steps(run.config, run.data)
 
 
-def chosen_checkpoint(run: Run, choice: str) -> Path | None:
+def chosen_checkpoint(run: Assembled, choice: str) -> Path | None:
     """The checkpoint that rank 0 finds and all ranks verify, on every rank; its error too. *Collective*."""
     try:
         if is_url(choice):

@@ -1,12 +1,12 @@
-"""One rank's view of the run: what the loop reads, counts and saves."""
+"""One rank's view of the run, in the three stages in which it comes about: `Context`, `Assembled`, `Run`."""
 
 from __future__ import annotations
 
-import logging
 import random
 from collections.abc import Collection, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -15,30 +15,29 @@ from torch.optim.lr_scheduler import LambdaLR
 from smalti.checkpoint import CheckpointStore, SaveError, Saver
 from smalti.config import (
     Config,
-    DataOptions,
-    OptimizerOptions,
     RunOptions,
     TrackingOptions,
     TrainingOptions,
-    ValidationOptions,
     ValidationPrompt,
 )
 from smalti.data import Batch, Encoded, HeldOut, Loader, PreparedData
 from smalti.models import (
     ModelFamily,
 )
-from smalti.parallel import Boundary, FailureDetector, Parallel, products
+from smalti.parallel import Boundary, FailureDetector, Parallel
 from smalti.plugins import Backend, Plugins
-from smalti.rundir import Ownership, Phases, RunDirectory, SmoothedMetrics
+from smalti.rundir import Ownership, Phases, RunDirectory, RunWriter, SmoothedMetrics
 from smalti.system import derive_seed
 from smalti.training.failures.disk_space import DiskSpace
 from smalti.training.failures.step_times import ForwardTime, StepTimes
 from smalti.training.loss import DenoisingLoss
-from smalti.training.metrics import Memory, Utilisation, log_metrics, metrics_of, peak_of
+from smalti.training.metrics import Memory, Utilisation, log_metrics, metrics_of
 from smalti.training.optim.ema import Ema
-from smalti.training.optim.lr_schedule import Cadence, build_scheduler
+from smalti.training.optim.lr_schedule import Cadence
 from smalti.types import (
     Block,
+    DistributedPlan,
+    RankInfo,
     RunInfo,
     RunState,
     StepResult,
@@ -46,23 +45,81 @@ from smalti.types import (
     World,
 )
 
-_log = logging.getLogger(__name__)
+MOST_SKIPPED_STEPS = 10
+"""Steps in a row that are skipped for a loss that is not finite or a fault of the accelerator, before the run stops."""
 
 
 @dataclass(kw_only=True)
-class Run:
-    """One rank's view of the run. The loop reads it; only `advance` and the checkpoint code change it."""
+class Context:
+    """What a rank has before anything is built on it: `smalti.launch.rank` makes it once the ranks are connected.
+
+    `writer` writes to the run directory, on the main rank only. `phases` is what this rank is doing; reported on the main rank.
+    """
 
     config: Config
     plugins: Plugins
-    backend: Backend
-    """The hooks with all backends but the chosen one left out; for the backend roles."""
-    directory: RunDirectory
-    ownership: Ownership
-    """Whether this launch still owns the run directory."""
-    info: RunInfo
+    plan: DistributedPlan
     parallel: Parallel
     detector: FailureDetector
+    writer: RunWriter | None
+    state: RunState
+    phases: Phases
+    info: RankInfo
+
+    @classmethod
+    def of(
+        cls,
+        config: Config,
+        plugins: Plugins,
+        plan: DistributedPlan,
+        parallel: Parallel,
+        detector: FailureDetector,
+        state: RunState,
+        writer: RunWriter | None = None,
+    ) -> Context:
+        directory = directory_of(config)
+        record, phases = directory.record(), writer.phases if writer is not None else Phases()
+        info = RankInfo(
+            id=record.id if record else "",
+            directory=directory.path,
+            world=parallel.world,
+            config=config,
+            strategy=plan.title,
+            plugins=plugins.versions,
+            started=record.started if record else None,
+            phases=phases,
+        )
+        return cls(
+            config=config,
+            plugins=plugins,
+            plan=plan,
+            parallel=parallel,
+            detector=detector,
+            writer=writer,
+            state=state,
+            phases=phases,
+            info=info,
+        )
+
+    @property
+    def world(self) -> World:
+        return self.parallel.world
+
+    @property
+    def directory(self) -> RunDirectory:
+        return directory_of(self.config)
+
+
+@dataclass(kw_only=True)
+class Assembled(Context):
+    """With model, optimizer and data: what a checkpoint is loaded into and written from."""
+
+    info: RunInfo
+    backend: Backend
+    """The hooks with all backends but the chosen one left out; for the backend roles."""
+    ownership: Ownership
+    """Whether this launch still owns the run directory."""
+    boundary: Boundary
     family: ModelFamily
     model: nn.Module
     model_config: str
@@ -77,88 +134,41 @@ class Run:
     encoded: Encoded
     prompts: Sequence[ValidationPrompt]
     """The prompts of validation images."""
-    base_images: Collection[str] = frozenset()
-    """The names of the images that the model before training made of them, if they are there."""
-    state: RunState
-    phases: Phases = field(default_factory=Phases)
-    """What this rank is doing; reported on the main rank."""
-    disk_space: DiskSpace = field(init=False)
-    step_times: StepTimes = field(default_factory=StepTimes)
-    forward_time: ForwardTime = field(init=False)
     cadence: Cadence
     checkpoints: CheckpointStore
-    saver: Saver = field(init=False)
+    data_changes: list[object] = field(default_factory=list)
+    """At which steps the run was continued on changed data, and what had changed; for people, and JSON-able."""
+
+    @property
+    def effective_batch(self) -> int:
+        return self.data.order.effective_batch
+
+
+@dataclass(kw_only=True)
+class Run(Assembled):
+    """One rank's view of the run. The loop reads it; only `advance` and the checkpoint code change it."""
+
+    saver: Saver
+    scheduler: LambdaLR
+    batches: Loader
+    held_out: HeldOut | None
+    """The held-out images for evaluation, if there are any."""
+    disk_space: DiskSpace
+    step_times: StepTimes = field(default_factory=StepTimes)
+    forward_time: ForwardTime
+    recent: SmoothedMetrics = field(default_factory=SmoothedMetrics)
+    utilisation: Utilisation
+    memory: Memory
+    base_images: Collection[str] = frozenset()
+    """The names of the images that the model before training made of them, if they are there."""
     older_checkpoints: frozenset[str] = frozenset()
     """The names in the folder of checkpoints when the loop began: what other launches saved."""
     saved_step: int | None = None
     """The step of the newest checkpoint that all ranks know to be saved."""
     save_failure: SaveError | None = None
     """Why the latest checkpoint could not be written; None if it was."""
-    boundary: Boundary
     parted: bool = False
     """Whether this rank may be out of step with the others, so that it must not wait for them; only at the very end."""
-    scheduler: LambdaLR = field(init=False)
-    batches: Loader = field(init=False)
-    recent: SmoothedMetrics = field(init=False)
-    utilisation: Utilisation = field(init=False)
-    memory: Memory = field(init=False)
-    data_changes: list[object] = field(default_factory=list)
-    """At which steps the run was continued on changed data, and what had changed; for people, and JSON-able."""
-    held_out: HeldOut | None = field(init=False)
-    """The held-out images for evaluation, if there are any."""
-
-    def start_from_here(self, closing: ExitStack) -> None:
-        """Set learning rate and loader to where `state` stands: the last act of building, after any checkpoint was loaded.
-
-        The gauges begin here too, so that what building needed does not count.
-        """
-        self.scheduler = build_scheduler(self.optimizer, self.config[OptimizerOptions], self.state.max_steps, self.state.step)
-        options = self.config[DataOptions]
-        self.batches = Loader(
-            self.data,
-            world=self.world,
-            micro_batch=options.train_batch_size,
-            accumulation=self.config[TrainingOptions].gradient_accumulation_steps,
-            errors=self.data.error_budget(self.directory.data / f"loading.rank-{self.world.rank}.quarantine.jsonl"),
-            position=self.state.position,
-            prefetch=options.dataloader_prefetch,
-            cache_bytes=options.dataset_cache_mb * 2**20,
-            latents=self.encoded.latents,
-            texts=self.encoded.texts,
-        )
-        closing.callback(self.batches.close)
-        self.held_out = self._held_out()
-        self.disk_space = DiskSpace(self.config, self.plugins, self.directory)
-        self.recent, kind = SmoothedMetrics(), torch.device(self.world.device).type
-        self.utilisation = Utilisation(
-            family=self.family,
-            trained=self.info.trainable / self.info.parameters,
-            peak=peak_of(self.world, self.config[TrackingOptions].device_tflops, products(self.config, kind)),
-        )
-        self.memory = Memory(self.world.device)
-        self.forward_time = ForwardTime(self.world.device)
-        self.state.resumed = self.saved_step = self.state.step
-        self.older_checkpoints = self.checkpoints.names()
-        self.boundary.reach()
-
-    def _held_out(self) -> HeldOut | None:
-        if self.data.held_out is None:
-            return None
-        return HeldOut(
-            self.data.held_out,
-            batch=self.config[ValidationOptions].validation_batch_size,
-            device=self.world.device,
-            latents=self.encoded.held_out,
-            texts=self.encoded.texts,
-        )
-
-    @property
-    def world(self) -> World:
-        return self.parallel.world
-
-    @property
-    def effective_batch(self) -> int:
-        return self.data.order.effective_batch
 
     def clip_gradients(self) -> Tensor:
         """Clip as the options say; returns the global norm before. *Collective*."""
@@ -180,7 +190,7 @@ class Run:
         state.samples += result.samples
         if result.skipped and options.nonfinite_loss == "stop":
             state.request_stop(StopReason.NON_FINITE, f"the loss or its gradient is not finite in step {result.step + 1}")
-        elif state.skipped >= options.max_skipped_steps:
+        elif state.skipped >= MOST_SKIPPED_STEPS:
             message = f"{state.skipped} steps in a row had a loss or gradient that is not finite"
             state.request_stop(StopReason.NON_FINITE, message)
         if broken := self.batches.budget_exhausted:
@@ -208,6 +218,11 @@ class Run:
         """Hand the numbers of a step to the trackers."""
         if result.step % self.config[TrackingOptions].log_interval == 0:
             log_metrics(self.plugins, self.world, metrics_of(result), result.step)
+
+
+def directory_of(config: Config) -> RunDirectory:
+    """The run directory of a checked configuration."""
+    return RunDirectory(cast(Path, config[RunOptions].output_dir))
 
 
 def reseed(run: Run, position: int) -> None:

@@ -104,7 +104,7 @@ class FaultAction(IntEnum):
     save together unless the action is STOP_UNSAVED.
 
     A fault that is an exception in a step skips that step in a single process, which changes no weights. Every action becomes
-    STOP_UNSAVED if the fault happened while the weights were being changed, or if `--max_skipped_steps` steps in a row were
+    STOP_UNSAVED if the fault happened while the weights were being changed, or if ten steps in a row were
     skipped. One of several ranks cannot continue alone, because the others wait for its gradients. It exits, and the run ends
     with exit code 5. A healthy rank that holds the complete state then saves it as of the last step boundary; after
     STOP_SUSPECT and STOP_UNSAVED it marks that checkpoint as suspect. If the ranks hold shards, the last checkpoint remains.

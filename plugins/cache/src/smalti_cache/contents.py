@@ -17,7 +17,6 @@ import numpy as np
 from smalti import UserError
 from smalti.data import (
     Catalog,
-    Deletes,
     LocalStorage,
     MissingFileError,
     Storage,
@@ -171,7 +170,7 @@ class CachedEncodings:
         """
         if problem := self.problem:
             raise UserError(f"{self} was not removed: {problem}", fix="look at the folder, and delete it yourself")
-        if not isinstance(self.storage, Deletes):
+        if not self.storage.deletes:
             raise UserError(
                 f"{self} was not removed: its storage cannot delete files", fix="delete it with a tool of the storage"
             )

@@ -19,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from smalti.data import Bucket, Bytes, CropOffset, PreparedData, fixed_crop, identity_of
+from smalti.data import Bucket, Bytes, CropOffset, PreparedData, fixed_crop
 from smalti.diffusion import Conditioning
 from smalti.system import as_signed, derive_seed
 from smalti_cache.entries import Entry
@@ -45,7 +45,7 @@ class CachedLatents:
     def __init__(self, data: PreparedData, stores: Sequence[PackStore]) -> None:
         self.data = data
         self.stores = tuple(stores)
-        self._origins = [as_signed(derive_seed("origin", identity_of(dataset.storage))) for dataset in data.datasets]
+        self._origins = [as_signed(derive_seed("origin", dataset.storage.identity)) for dataset in data.datasets]
         """Of each dataset what stands for the contents of images that are not known."""
         self.broken: frozenset[int] = frozenset()
         """Samples without latents, because their images cannot be read."""

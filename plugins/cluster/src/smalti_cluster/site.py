@@ -59,7 +59,11 @@ class NodesSite(LaunchSite):
             self.nodes = Nodes(self.directory, self.config, self.plugins, self.kind)
             if self.joins:
                 check_known_address(self.config, self.environment)
-                self.nodes.wait_for_node_0()
+                try:
+                    self.nodes.wait_for_node_0()
+                except BaseException:
+                    self.nodes.close()  # its thread would go on trying to connect
+                    raise
         self.facts["network"] = check_main_address(self.config, self.environment)
 
     def plan(self, config: Config, distributed: DistributedPlan) -> LaunchPlan:

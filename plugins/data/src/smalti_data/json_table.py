@@ -6,7 +6,6 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import cast
 
 import numpy as np
 import pyarrow as pa
@@ -17,14 +16,12 @@ from smalti.data import (
     LISTED,
     DatasetSpec,
     ImageFiles,
-    Listed,
     ListedOnce,
     ListedState,
     MetadataSource,
     MissingFileError,
     Storage,
     file_identity,
-    listed_rows,
     stored_identity,
 )
 from smalti_data.json_lines import LINES, Lines, blocks_of
@@ -78,7 +75,7 @@ class LineTable(Table):
             yield chunk
 
 
-class JsonLines:
+class JsonLines(MetadataSource):
     """The images that the lines of a table name.
 
     The storage is listed as well, for file sizes and etags. A line whose file is missing is quarantined; an image without a
@@ -89,7 +86,6 @@ class JsonLines:
         self._spec = spec
         self._storage = storage
         self._listing = ListedOnce(storage)
-        self.listed_state: ListedState | None = None
 
     def check_table(self) -> None:
         LineTable(self._spec, self._storage)
@@ -97,14 +93,11 @@ class JsonLines:
     def is_unchanged(self, before: ListedState) -> bool:
         return self._listing.is_same(before.digest, self._spec.id, LineTable(self._spec, self._storage).identity)
 
-    def list(self) -> Iterator[Listed]:
-        return listed_rows(self)
-
     def list_columns(self) -> Iterator[pa.RecordBatch]:
         table, self.listed_state = LineTable(self._spec, self._storage), None
         with tempfile.TemporaryDirectory(prefix="smalti-table-") as folder:
             runs = [_sorted_run(batch, Path(folder, str(number))) for number, batch in enumerate(table.batches())]
-            images = ImageFiles(cast(Storage, self._listing), self._spec.caption_extension)
+            images = ImageFiles(self._listing, self._spec.caption_extension)
             for files in images.batches():
                 last = str(files.column("key")[len(files) - 1].as_py())
                 yield from self._joined(table, [run.until(last) for run in runs], files)

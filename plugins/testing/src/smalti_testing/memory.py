@@ -5,10 +5,10 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Mapping
 
-from smalti.data import MissingFileError, StoredFile, checked_key
+from smalti.data import MissingFileError, Storage, StoredFile, checked_key
 
 
-class MemoryStorage:
+class MemoryStorage(Storage):
     """Files in a dictionary, its own."""
 
     def __init__(self, files: Mapping[str, bytes] | None = None) -> None:

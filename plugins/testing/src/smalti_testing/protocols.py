@@ -73,44 +73,27 @@ CHAPTERS = (
     ),
     Chapter(
         title="Storages",
-        about="`register_storage` names a factory; the factory returns a `Storage`.",
+        about="`register_storage` names a factory; the factory returns a `Storage`. Inherit from it.",
         classes=(
             "smalti:StorageEntry",
             "smalti.data:Storage",
             "smalti.data:StoredFile",
+            "smalti.data:Traffic",
             "smalti.checkpoint:RunPlace",
             "smalti.checkpoint:ListedCheckpoint",
         ),
-        optional=(
-            "smalti.data:Deletes",
-            "smalti.data:TransfersFiles",
-            "smalti.data:CreatesOnce",
-            "smalti.data:HasIdentity",
-            "smalti.data:ListsFileColumns",
-            "smalti.data:ListsRanges",
-            "smalti.data:CountsTraffic",
-        ),
-        given=("smalti.data:Traffic",),
+        bases=("smalti.data:Storage",),
     ),
     Chapter(
         title="Metadata backends",
-        about="`register_metadata_backends` names a factory; the factory returns a `MetadataSource`.",
+        about="`register_metadata_backends` names a factory; the factory returns a `MetadataSource`. Inherit from it.",
         classes=(
             "smalti:MetadataEntry",
             "smalti.data:MetadataSource",
             "smalti.data:Listed",
-        ),
-        optional=(
-            "smalti.data:ListsColumns",
-            "smalti.data:ReadsPlaces",
-            "smalti.data:PricesShuffledReads",
-            "smalti.data:ReportsSkipped",
-            "smalti.data:ReportsNotices",
-            "smalti.data:RecognizesUnchanged",
             "smalti.data:ListedState",
-            "smalti.data:UsesFolder",
-            "smalti.data:ChecksTable",
         ),
+        bases=("smalti.data:MetadataSource",),
     ),
     Chapter(
         title="Optimizers",
@@ -271,6 +254,8 @@ def _is_property(method: ast.FunctionDef) -> bool:
 def _default(owner: str, method: ast.FunctionDef, bases: tuple[str, ...]) -> str:
     """Where the method has a default: in its own class, or in a base class of the chapter."""
     kind = "property, " if _is_property(method) else ""
+    if any(isinstance(each, ast.Name) and each.id == "abstractmethod" for each in method.decorator_list):
+        return f"{kind}required"
     if not _is_empty(method) or any(base.endswith(f":{owner}") for base in bases):
         return f"{kind}default in `{owner}`"
     for base in bases:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from fractions import Fraction
 
-from smalti.data import BatchShape, BucketCount, CountsTraffic, Dataset, PreparedData, Traffic, Visit
+from smalti.data import BatchShape, BucketCount, Dataset, PreparedData, Traffic, Visit
 
 Json = dict[str, object]
 _BAR = 24  # characters of the longest bar
@@ -120,7 +120,7 @@ def batches_text(data: PreparedData, shape: BatchShape, positions: Iterable[int]
 def traffic(datasets: Iterable[Dataset]) -> Json:
     """Requests and bytes of the storages that count them."""
     storages = {id(dataset.storage): dataset.storage for dataset in datasets}.values()
-    found = [each for storage in storages if isinstance(storage, CountsTraffic) for each in storage.traffic().values()]
+    found = [each for storage in storages for each in storage.traffic().values()]
     total = Traffic(
         requests=sum(each.requests for each in found),
         sent=sum(each.sent for each in found),

@@ -81,7 +81,6 @@ class DataOptions(Options):
         level="advanced",
         ge=0,
     )
-    aspect_bucket_rounding: int = option(2, help="Decimal places of bucket aspect ratios.", level="expert", ge=0, le=9)
     aspect_bucket_alignment: int | None = option(
         None,
         help="Make bucket widths and heights multiples of this many pixels. Default: set by the model family.",
@@ -100,12 +99,6 @@ class DataOptions(Options):
     caption_dropout_probability: float = option(
         0.1, help="Share of captions replaced by the empty prompt, for classifier-free guidance.", ge=0, le=1
     )
-    dataloader_prefetch: int = option(
-        4, help="Number of batches to prefetch.", level="advanced", aliases=["dataloader_prefetch_qlen"], ge=1, le=1_000
-    )
-    dataset_cache_mb: int = option(
-        512, help="Cache this many MiB of decoded images in memory per rank. 0 disables the cache.", level="advanced", ge=0
-    )
     vae_cache_disable: bool = option(
         False,
         help="Encode images in every step instead of once before training.",
@@ -117,11 +110,6 @@ class DataOptions(Options):
         help="Encode captions in every step instead of once before training.",
         level="advanced",
         tradeoff="no disk space, slower steps and the text encoders in memory",
-    )
-    data_index_dir: Path | None = option(
-        None,
-        help="Folder on a fast drive of each node, to which indexes are copied. Default: they are read from the run directory.",
-        level="advanced",
     )
     data_error_budget: Annotated[float, BeforeValidator(_count_or_share), AfterValidator(_whole_above_one)] = option(
         0.01,

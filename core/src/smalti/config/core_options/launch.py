@@ -31,6 +31,7 @@ class LaunchOptions(Options):
     main_process_port: int | None = option(
         None,
         help="Port on node 0. Default: a free port on a single node, else 29500.",
+        level="advanced",
         accelerate="main_process_port",
         ge=1,
         le=65535,
@@ -57,13 +58,6 @@ class LaunchOptions(Options):
     )
     dynamo_mode: Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"] | None = option(
         None, help="Mode of torch.compile.", level="expert", when="dynamo_backend", accelerate="dynamo_config.dynamo_mode"
-    )
-    dynamo_recompile_limit: int = option(
-        16,
-        help="Number of input shapes compiled per block. Other shapes run uncompiled.",
-        level="expert",
-        when="dynamo_backend",
-        ge=1,
     )
 
 

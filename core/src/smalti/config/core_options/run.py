@@ -53,12 +53,6 @@ class RunOptions(Options):
         help="What to do when the loss is NaN or infinite on any rank: stop the run, or skip the step.",
         level="advanced",
     )
-    max_skipped_steps: int = option(
-        10,
-        help="Stop after this many skipped steps in a row. Steps are skipped for a non-finite loss or an accelerator fault.",
-        level="advanced",
-        ge=1,
-    )
 
 
 class CheckpointOptions(Options):
@@ -96,12 +90,6 @@ class CheckpointOptions(Options):
 
 class TrackingOptions(Options):
     log_interval: int = option(1, help="Log metrics every N steps.", level="advanced", ge=1)
-    device_tflops: float | None = option(
-        None,
-        help="Dense TFLOP/s of one device in the precision of the run, for mfu. Default: detected for common GPUs.",
-        level="advanced",
-        gt=0,
-    )
 
 
 class PluginOptions(Options):

@@ -97,6 +97,7 @@ class OptimizerOptions(Options):
     lr_decay_share: float = option(
         0.4,
         help="Share of the run, at its end, over which the learning rate decays.",
+        level="advanced",
         when="lr_scheduler == warmup_stable_decay",
         gt=0,
         le=1,
@@ -146,15 +147,6 @@ class ObjectiveOptions(Options):
         level="expert",
         when="timestep_distribution == logit_normal",
         gt=0,
-    )
-    flow_mode_scale: float = option(
-        1.29, help="Scale of the mode distribution.", level="expert", when="timestep_distribution == mode", ge=-1, le=1.75
-    )
-    flow_beta_alpha: float = option(
-        2.0, help="Alpha of the beta distribution.", level="expert", when="timestep_distribution == beta", ge=1
-    )
-    flow_beta_beta: float = option(
-        2.0, help="Beta of the beta distribution.", level="expert", when="timestep_distribution == beta", ge=1
     )
     flow_schedule_shift: float | None = option(
         None,

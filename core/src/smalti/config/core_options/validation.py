@@ -86,10 +86,7 @@ class ValidationOptions(Options):
     eval_steps_interval: int = option(
         0, help="Measure the loss on eval datasets every N steps and at the end. 0: only at the end.", ge=0
     )
-    eval_epoch_interval: int = option(0, help="Also evaluate every N epochs. 0: never.", ge=0)
-    eval_timesteps: int = option(
-        5, help="Number of equally spaced noise levels per evaluated image.", level="advanced", ge=1, le=500
-    )
+    eval_epoch_interval: int = option(0, help="Also evaluate every N epochs. 0: never.", level="advanced", ge=0)
     num_eval_images: int | None = option(
         None, help="Evaluate on this many images of each eval dataset, always the same ones. Default: all.", ge=1
     )

@@ -9,8 +9,8 @@ from __future__ import annotations
 import posixpath
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
-from typing import Protocol, runtime_checkable
 
 import numpy as np
 import pyarrow as pa
@@ -19,6 +19,7 @@ DESCRIPTIONS = frozenset((".json", ".jsonl", ".csv", ".tsv", ".parquet", ".md", 
 """Extensions of files beside images that are not samples; they are not reported as skipped."""
 CAPTION_EXTENSIONS = (".txt", ".caption")
 """Extensions of text files that are not reported as skipped where captions come from others."""
+_ROWS = 1 << 14
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -27,7 +28,7 @@ class Listed:
 
     `size` is that of the file in bytes. `caption_etag` is the etag of the text file beside the image, "" without one, so that
     a changed caption is detected. `place` says where the bytes are if they are not a file of the storage, in words of the
-    source, which then `ReadsPlaces`. A sample with a `problem` is quarantined without being opened. `content` is a digest
+    source, which then has `read`. A sample with a `problem` is quarantined without being opened. `content` is a digest
     of the image, never 0: where sizes are listed too, it distinguishes an image from another one of the same size.
     """
 
@@ -60,51 +61,6 @@ LISTED = pa.schema(
 """The fields of `Listed` as columns."""
 
 
-@runtime_checkable
-class ListsColumns(Protocol):
-    """What a source has in addition to `list` if it can list samples as columns, which costs a fraction of the CPU time."""
-
-    def list_columns(self) -> Iterator[pa.RecordBatch]:
-        """The same samples as `list`, sorted by key, with the schema `LISTED`, at most 2**20 rows at a time."""
-        ...
-
-
-@runtime_checkable
-class ReadsPlaces(Protocol):
-    """What a source has in addition to `list` if its samples are parts of other files: it reads by their `place`.
-
-    Called from several threads at once. Raises a StorageError, or BadSampleError for a damaged part.
-    """
-
-    def read(self, place: str) -> bytes:
-        """All bytes of an image."""
-        ...
-
-    def read_range(self, place: str, start: int, length: int) -> bytes:
-        """Up to `length` bytes of an image from offset `start`; fewer at its end."""
-        ...
-
-
-@runtime_checkable
-class ReportsSkipped(Protocol):
-    """What a source has in addition to `list` if it skips files that may have been meant as samples."""
-
-    @property
-    def skipped_files(self) -> Mapping[str, int]:
-        """How many files the last `list` skipped, by extension in lower case ("" for none)."""
-        ...
-
-
-@runtime_checkable
-class ReportsNotices(Protocol):
-    """What a source has in addition to `list` if it has messages for the user about what it listed."""
-
-    @property
-    def notices(self) -> tuple[str, ...]:
-        """Messages about the last `list`."""
-        ...
-
-
 @dataclass(frozen=True, kw_only=True)
 class ListedState:
     """What a source listed, in short: a digest of everything that determines the samples, and what is for the user."""
@@ -115,64 +71,61 @@ class ListedState:
     bytes_per_shuffled_image: int = 0
 
 
-@runtime_checkable
-class RecognizesUnchanged(Protocol):
-    """What a source has in addition to `list` if it can tell, at the cost of a listing, that it would list the same again."""
+class MetadataSource:
+    """What a metadata backend provides. Made by its factory from a `DatasetSpec` and a `Storage`.
 
-    @property
-    def listed_state(self) -> ListedState | None:
-        """That of the last complete `list`; None if files changed during it."""
-        ...
+    A source writes `list`, or `list_columns`, which costs a fraction of the CPU time. Everything else has a default.
+    """
 
-    def is_unchanged(self, before: ListedState) -> bool:
-        """Whether `list` would find what it found then. If so, its notices and skipped files become those of this source."""
-        ...
+    skipped_files: Mapping[str, int] = {}
+    """How many files that may have been meant as samples the last list skipped, by extension in lower case ("" for none)."""
+    notices: tuple[str, ...] = ()
+    """Messages for the user about the last list."""
+    listed_state: ListedState | None = None
+    """That of the last complete list; None if files changed during it, or if `is_unchanged` cannot tell."""
 
-
-@runtime_checkable
-class ChecksTable(Protocol):
-    """What a source has in addition to `list` if it finds mistakes in its table without listing the storage."""
-
-    def check_table(self) -> None:
-        """Raises UserError or ConfigError for a table that is missing, or lacks a column. Reads its beginning at most."""
-        ...
-
-
-@runtime_checkable
-class UsesFolder(Protocol):
-    """What a source has in addition to `list` if it keeps files between scans, or writes lists for the user."""
-
-    def use_folder(self, folder: Path) -> None:
-        """Called before `list` with a folder of the run for this dataset, which need not exist. Not called if there is none."""
-        ...
-
-
-@runtime_checkable
-class PricesShuffledReads(Protocol):
-    """What a source has in addition to `ReadsPlaces` if reading in a shuffled order costs much more than in order."""
-
-    @property
-    def bytes_per_shuffled_image(self) -> int:
-        """Bytes that are read for one image, as the last `list` found; 0 if the images fit in memory."""
-        ...
-
-
-class MetadataSource(Protocol):
-    """What a metadata backend provides. Made by its factory from a `DatasetSpec` and a `Storage`."""
+    def __init_subclass__(cls) -> None:
+        if cls.list is MetadataSource.list and cls.list_columns is MetadataSource.list_columns:
+            raise TypeError(f"{cls.__name__} has neither list nor list_columns")
 
     def list(self) -> Iterator[Listed]:
         """All samples, sorted by key, each key once. Called once per scan. Raises UserError for a table that cannot be read."""
-        ...
+        for batch in self.list_columns():
+            for row in batch.to_pylist():
+                yield Listed(**row | {"captions": None if row["captions"] is None else tuple(row["captions"])})
 
+    def list_columns(self) -> Iterator[pa.RecordBatch]:
+        """The same samples as `list`, sorted by key, with the schema `LISTED`, at most 2**20 rows at a time."""
+        listed = self.list()
+        while some := [*islice(listed, _ROWS)]:
+            columns = [pa.array([getattr(one, field.name) for one in some], field.type) for field in LISTED]
+            yield pa.RecordBatch.from_arrays(columns, schema=LISTED)
 
-def listed_rows(source: MetadataSource) -> Iterator[Listed]:
-    """Everything that a source lists, one at a time, also where it lists columns."""
-    if not isinstance(source, ListsColumns):
-        yield from source.list()
-        return
-    for batch in source.list_columns():
-        for row in batch.to_pylist():
-            yield Listed(**row | {"captions": None if row["captions"] is None else tuple(row["captions"])})
+    def read(self, place: str) -> bytes:
+        """All bytes of an image that is part of another file. Called from several threads at once.
+
+        Raises a StorageError, or BadSampleError for a damaged part.
+        """
+        raise NotImplementedError(f"{type(self).__name__} lists {place!r}, but does not read places")
+
+    def read_range(self, place: str, start: int, length: int) -> bytes:
+        """Up to `length` bytes of such an image from offset `start`; fewer at its end."""
+        return self.read(place)[start : start + length]
+
+    @property
+    def bytes_per_shuffled_image(self) -> int:
+        """Bytes that `read` costs for one image in a shuffled order, as the last list found; 0 if that is not much more."""
+        return 0
+
+    def is_unchanged(self, before: ListedState) -> bool:
+        """Whether a list would find what it found then. If so, its notices and skipped files become those of this source."""
+        return False
+
+    def check_table(self) -> None:
+        """Raises UserError or ConfigError for a table that is missing, or lacks a column. Reads its beginning at most."""
+
+    def use_folder(self, folder: Path) -> None:
+        """Called before a list with a folder of the run for this dataset, which need not exist. Not called if there is none."""
 
 
 def listed_columns(columns: pa.RecordBatch) -> pa.RecordBatch:

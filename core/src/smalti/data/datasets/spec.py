@@ -21,7 +21,6 @@ from smalti.types import MetadataEntry, StorageEntry
 
 if TYPE_CHECKING:
     from smalti.data.datasets.sources import MetadataSource
-    from smalti.data.datasets.spec import DatasetSpec
     from smalti.data.storage.protocol import Storage
 
 
@@ -424,7 +423,7 @@ E = TypeVar("E", StorageEntry, MetadataEntry)
 
 BUILT_IN_STORAGES = (StorageEntry(name="local", title="A folder", factory="smalti.data.storage.local:open_local"),)
 BUILT_IN_METADATA = (
-    MetadataEntry(name="discovery", title="The images themselves", factory="smalti.data.sources.image_files:Discovery"),
+    MetadataEntry(name="discovery", title="The images themselves", factory="smalti.data.sources.discovery:Discovery"),
 )
 
 

@@ -233,7 +233,7 @@ class _Sizes:
             self.names.append(bucket)
             if len(self.names) > _MOST_BUCKETS:
                 message = f"the images of a dataset are of more than {_MOST_BUCKETS:,} buckets"
-                raise PreflightError(message, fix="lower --aspect_bucket_rounding")
+                raise PreflightError(message, fix="raise --aspect_bucket_alignment")
         return number
 
 

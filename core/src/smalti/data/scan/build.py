@@ -18,12 +18,12 @@ from typing import TYPE_CHECKING, BinaryIO
 import numpy as np
 import pyarrow as pa
 
-from smalti.data.datasets.sources import MetadataSource, RecognizesUnchanged, ReportsSkipped, describe_skipped
+from smalti.data.datasets.sources import MetadataSource, describe_skipped
 from smalti.data.datasets.spec import DatasetSpec
 from smalti.data.scan.image_sizes import EXTENSIONS
 from smalti.data.scan.index import DatasetIndex, load_index
 from smalti.data.scan.index_file import IndexFile, IndexWriter, recipe_of
-from smalti.data.scan.parts import chosen, listed_parts, with_last
+from smalti.data.scan.parts import chosen, in_parts, with_last
 from smalti.data.scan.tasks import Handed, Task, wait_for, written
 from smalti.data.storage.columns import text_parts
 from smalti.data.storage.protocol import Storage
@@ -76,8 +76,6 @@ def build_index(
 
 def _unchanged(spec: DatasetSpec, source: MetadataSource, cache: Path) -> DatasetIndex | None:
     """The last index, if a scan would make the same one."""
-    if not isinstance(source, RecognizesUnchanged):
-        return None
     try:
         file = IndexFile(cache)
     except (OSError, pa.ArrowInvalid):
@@ -128,12 +126,12 @@ class _Scan:
                     progress(done, done if is_last else None)
             if done == 0:
                 raise no_images(self.spec, self.storage, self.source)
-            writer.source = self.source.listed_state if isinstance(self.source, RecognizesUnchanged) else None
+            writer.source = self.source.listed_state
             writer.lasting_problems += sum(self.problems)
 
     def _parts(self, rows: Rows, pool: Threads) -> Iterator[pa.RecordBatch]:
         """The rows of all parts in order."""
-        parts = self._counted(chosen(self.spec, listed_parts(self.source)))
+        parts = self._counted(chosen(self.spec, in_parts(self.source.list_columns())))
         if self.handed is None:
             for part in parts:
                 made, opened = rows.of(part, pool)
@@ -178,7 +176,7 @@ def _reading_threads() -> Threads:
 
 def no_images(spec: DatasetSpec, storage: Storage, source: MetadataSource) -> UserError:
     """The error for a dataset without images."""
-    others = describe_skipped(source.skipped_files) if isinstance(source, ReportsSkipped) else ""
+    others = describe_skipped(source.skipped_files)
     return UserError(
         f"dataset {spec.id!r}: no image found in {storage.location}" + (f", but other files: {others}" if others else ""),
         fix=f"check instance_data_dir, and that the file names end in {', '.join(sorted(EXTENSIONS))}",

@@ -10,19 +10,13 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from smalti.data.datasets.sources import LISTED, Listed, ListsColumns, MetadataSource
+from smalti.data.datasets.sources import LISTED
 from smalti.data.datasets.spec import DatasetSpec
 from smalti.system import derive_seeds, text_hash
 
 PART_ROWS = 1 << 14
 """Rows of a part, which a scan that is interrupted does not do again."""
 T = TypeVar("T")
-
-
-def listed_parts(source: MetadataSource) -> Iterator[pa.RecordBatch]:
-    """Everything that a source lists, as columns (`LISTED`), `PART_ROWS` at a time."""
-    batches = source.list_columns() if isinstance(source, ListsColumns) else _columns(source.list())
-    return in_parts(batches)
 
 
 def in_parts(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
@@ -70,12 +64,6 @@ def with_last(items: Iterable[T]) -> Iterator[tuple[T, bool]]:
 def _smallest(batch: pa.RecordBatch, hashes: NDArray[np.uint64], count: int) -> tuple[pa.RecordBatch, NDArray[np.uint64]]:
     rows = np.sort(np.argsort(hashes, kind="stable")[:count])
     return batch.take(pa.array(rows)), hashes[rows]
-
-
-def _columns(listed: Iterator[Listed]) -> Iterator[pa.RecordBatch]:
-    while some := list(islice(listed, PART_ROWS)):
-        columns = [pa.array([getattr(one, field.name) for one in some], field.type) for field in LISTED]
-        yield pa.RecordBatch.from_arrays(columns, schema=LISTED)
 
 
 def _completed(batch: pa.RecordBatch) -> pa.RecordBatch:

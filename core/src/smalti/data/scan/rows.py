@@ -20,7 +20,7 @@ from smalti.data.datasets.captions import (
     missing_caption,
     read_captions,
 )
-from smalti.data.datasets.sources import Listed, MetadataSource, ReadsPlaces
+from smalti.data.datasets.sources import Listed, MetadataSource
 from smalti.data.datasets.spec import DatasetSpec
 from smalti.data.scan.changes import EarlierRows
 from smalti.data.scan.image_sizes import read_header
@@ -145,7 +145,6 @@ class Rows:
         if old and old["etag"] == listed.etag:
             return old["width"], old["height"], old["content"]
         if listed.place:
-            assert isinstance(self.source, ReadsPlaces), f"{listed.key} has a place, but its source does not read places"
             header = read_header(partial(self.source.read_range, listed.place), listed.size)
         else:
             header = read_header(partial(self.storage.read_range, listed.key), listed.size)

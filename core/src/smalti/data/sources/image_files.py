@@ -4,18 +4,16 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from itertools import islice
 from typing import cast
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from smalti.data.datasets.sources import CAPTION_EXTENSIONS, DESCRIPTIONS, Listed, ListedState, listed_columns, listed_rows
-from smalti.data.datasets.spec import DatasetSpec
+from smalti.data.datasets.sources import CAPTION_EXTENSIONS, DESCRIPTIONS
 from smalti.data.scan.image_sizes import EXTENSIONS
 from smalti.data.sources.unchanged import ListedOnce, ListingDigest
-from smalti.data.storage.protocol import ListsFileColumns, Storage, StoredFile
+from smalti.data.storage.protocol import Storage
 
 WINDOW = 1 << 16
 """Rows at a time."""
@@ -31,7 +29,7 @@ class ImageFiles:
     describe data (`DESCRIPTIONS`). `digest` is that of all of these files.
     """
 
-    def __init__(self, storage: Storage, caption_extension: str = ".txt") -> None:
+    def __init__(self, storage: Storage | ListedOnce, caption_extension: str = ".txt") -> None:
         self._storage = storage
         self._caption_extension = caption_extension
         self._skipped: Counter[str] = Counter()
@@ -45,7 +43,7 @@ class ImageFiles:
         self._skipped.clear()
         self.digest = ListingDigest()
         carried: pa.RecordBatch | None = None
-        for window in _windows(self._storage):
+        for window in _windows(self._storage.list_columns()):
             known = self._known(window)
             if carried is not None and len(carried):
                 known = _joined([carried, known])
@@ -88,30 +86,15 @@ class ImageFiles:
         yield images.append_column("caption_etag", etags)
 
 
-def file_columns(storage: Storage) -> Iterator[pa.RecordBatch]:
-    """All files of a storage, sorted by key: `key`, `size` and `etag`. Without an object per file where the storage can."""
-    if isinstance(storage, ListsFileColumns):
-        for batch in storage.list_columns():
-            yield pa.RecordBatch.from_arrays([batch.column(field.name).cast(field.type) for field in _FILES], schema=_FILES)
-        return
-    files = storage.list()
-    while some := list(islice(files, WINDOW)):
-        yield _columns(some)
-
-
-def _columns(files: list[StoredFile]) -> pa.RecordBatch:
-    columns = ([file.key for file in files], [file.size for file in files], [file.etag for file in files])
-    return pa.RecordBatch.from_arrays(
-        [pa.array(column, field.type) for column, field in zip(columns, _FILES, strict=True)], schema=_FILES
-    )
-
-
-def _windows(storage: Storage) -> Iterator[pa.RecordBatch]:
+def _windows(files: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
     """The files in batches of about `WINDOW` rows."""
     waiting: list[pa.RecordBatch] = []
-    for batch in file_columns(storage):
+    for batch in files:
         for start in range(0, len(batch), WINDOW):
-            waiting.append(batch.slice(start, WINDOW))
+            part = batch.slice(start, WINDOW)
+            waiting.append(
+                pa.RecordBatch.from_arrays([part.column(each.name).cast(each.type) for each in _FILES], schema=_FILES)
+            )
             if sum(map(len, waiting)) >= WINDOW:
                 yield _joined(waiting)
                 waiting = []
@@ -133,31 +116,3 @@ def _stems(keys_of: pa.RecordBatch) -> pa.Array:
 def _has_extension(keys: pa.Array, extensions: Iterable[str]) -> pa.Array:
     names = "|".join(sorted(extension.removeprefix(".") for extension in extensions))
     return pc.match_substring_regex(keys, rf"\.(?:{names})$", ignore_case=True)
-
-
-class Discovery:
-    """Every image below the dataset's root, by file extension. Hidden files and folders (".name") are skipped."""
-
-    def __init__(self, spec: DatasetSpec, storage: Storage) -> None:
-        self._spec = spec
-        self._storage = self._listing = storage
-        self.skipped_files: Mapping[str, int] = {}
-        self.listed_state: ListedState | None = None
-
-    def is_unchanged(self, before: ListedState) -> bool:
-        listing = ListedOnce(self._storage)
-        if not listing.is_same(before.digest, self._spec.id):
-            self._listing = cast(Storage, listing)
-            return False
-        self.skipped_files = before.skipped_files
-        return True
-
-    def list(self) -> Iterator[Listed]:
-        return listed_rows(self)
-
-    def list_columns(self) -> Iterator[pa.RecordBatch]:
-        files = ImageFiles(self._listing, self._spec.caption_extension)
-        for images in files.batches():
-            yield listed_columns(images)
-        self.skipped_files = files.skipped
-        self.listed_state = ListedState(digest=files.digest.result(self._spec.id), skipped_files=files.skipped)

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from tempfile import TemporaryFile
-from typing import IO, cast
+from typing import IO
 from weakref import finalize
 
 import numpy as np
@@ -17,7 +17,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from blake3 import blake3
 
-from smalti.data.storage.columns import list_columns, text_parts
+from smalti.data.storage.columns import text_parts
 from smalti.data.storage.protocol import Storage
 
 FILES = pa.schema([("key", pa.string()), ("size", pa.int64()), ("etag", pa.string())])
@@ -25,9 +25,9 @@ WINDOW = 1 << 16
 """Rows at a time: large enough that the cost per batch disappears, small enough for bounded memory."""
 
 
-def visible_files(storage: Storage, prefix: str = "") -> Iterator[pa.RecordBatch]:
-    """All files that are not hidden, sorted by key, with the schema `FILES`, in batches of about `WINDOW` rows."""
-    for batch in rebatched(list_columns(storage, prefix), FILES):
+def visible(files: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+    """The files of a listing that are not hidden, with the schema `FILES`, in batches of about `WINDOW` rows."""
+    for batch in rebatched(files, FILES):
         hidden = pc.or_(pc.starts_with(batch.column("key"), "."), pc.match_substring(batch.column("key"), "/."))
         yield batch.filter(pc.invert(hidden)) if pc.any(hidden).as_py() else batch
 
@@ -90,21 +90,19 @@ class ListingDigest:
 
 
 class ListedOnce:
-    """A storage that is listed for its digest, and whose next listing is the same one.
+    """The listing of a storage that is listed for its digest, and whose next listing is the same one.
 
-    In between it is in an unnamed temporary file, up to `_MOST` files; a longer one is not kept, and listed again. The rest is
-    that of `storage`.
+    In between it is in an unnamed temporary file, up to `_MOST` files; a longer one is not kept, and listed again.
     """
 
     def __init__(self, storage: Storage) -> None:
         self._storage = storage
         self._kept: IO[bytes] | None = None
-        self.location = storage.location
 
-    def list_columns(self, prefix: str = "", *, after: str = "") -> Iterator[pa.RecordBatch]:
+    def list_columns(self) -> Iterator[pa.RecordBatch]:
         kept, self._kept = self._kept, None
-        if kept is None or prefix or after:
-            yield from list_columns(self._storage, prefix, after=after)
+        if kept is None:
+            yield from self._storage.list_columns()
             return
         with kept, pa.ipc.open_stream(kept) as reader:
             yield from reader
@@ -112,7 +110,7 @@ class ListedOnce:
     def is_same(self, digest: str, *others: str) -> bool:
         """Whether all files that are not hidden have this digest. Lists the storage; if not, the listing is kept."""
         found = ListingDigest()
-        for batch in visible_files(cast(Storage, _Keeping(self))):
+        for batch in visible(self.kept()):
             found.add(batch)
         same = found.result(*others) == digest
         if same and self._kept is not None:
@@ -126,7 +124,7 @@ class ListedOnce:
             file: IO[bytes] = stack.enter_context(TemporaryFile(prefix="smalti-listing-"))
             writer: pa.ipc.RecordBatchStreamWriter | None = None
             count = 0
-            for batch in list_columns(self._storage):
+            for batch in self._storage.list_columns():
                 count += len(batch)
                 if count <= _MOST:
                     writer = writer or pa.ipc.new_stream(file, batch.schema)
@@ -138,16 +136,6 @@ class ListedOnce:
                 stack.pop_all()
                 finalize(self, file.close)  # if it is never read
                 self._kept = file
-
-
-class _Keeping:
-    """Lists a storage so that the listing is kept."""
-
-    def __init__(self, listed: ListedOnce) -> None:
-        self._listed = listed
-
-    def list_columns(self, prefix: str = "", *, after: str = "") -> Iterator[pa.RecordBatch]:
-        return self._listed.kept()
 
 
 def file_identity(path: Path) -> str:

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from itertools import islice
 from typing import TYPE_CHECKING
-
-from smalti.data.storage.protocol import ListsFileColumns, Storage, StoredFile
 
 if TYPE_CHECKING:
     import numpy as np
@@ -15,20 +11,6 @@ if TYPE_CHECKING:
 
 ROWS = 1 << 16
 """Rows of a batch, at most."""
-
-
-def list_columns(storage: Storage, prefix: str = "", *, after: str = "") -> Iterator[pa.RecordBatch]:
-    """The files of any storage as batches with the columns key, size (int64) and etag, sorted by key."""
-    if isinstance(storage, ListsFileColumns):
-        return storage.list_columns(prefix, after=after)
-    return columns_of(storage.list(prefix, after=after))
-
-
-def columns_of(files: Iterable[StoredFile]) -> Iterator[pa.RecordBatch]:
-    """Returns files as batches, in their order."""
-    rest = iter(files)
-    while rows := list(islice(rest, ROWS)):
-        yield file_columns([row.key for row in rows], [row.size for row in rows], [row.etag for row in rows])
 
 
 def file_columns(keys: list[str], sizes: list[int], etags: list[str]) -> pa.RecordBatch:

@@ -13,10 +13,10 @@ from pathlib import Path
 from stat import S_ISDIR, S_ISREG
 from typing import TYPE_CHECKING, BinaryIO
 
-from smalti.data.storage.columns import columns_of
 from smalti.data.storage.protocol import (
     AccessDeniedError,
     MissingFileError,
+    Storage,
     StorageError,
     StoredFile,
     TransientStorageError,
@@ -25,8 +25,6 @@ from smalti.data.storage.protocol import (
 from smalti.system import atomic_write, fsync_directory, rename
 
 if TYPE_CHECKING:
-    import pyarrow as pa
-
     from smalti.data.datasets.spec import DatasetSpec
 
 # What a network file system reports while its server is unreachable.
@@ -59,11 +57,13 @@ def open_local(spec: DatasetSpec) -> LocalStorage:
     return LocalStorage(spec.instance_data_dir)
 
 
-class LocalStorage:
+class LocalStorage(Storage):
     """Files below `root`. An etag consists of size and modification time, so listing reads no file.
 
     Folders that this object created are removed with their last file. Other folders stay, also if they become empty.
     """
+
+    deletes = True
 
     def __init__(self, root: Path | str) -> None:
         self._root = Path(root).absolute()
@@ -84,9 +84,6 @@ class LocalStorage:
         start = self._root / folder
         if start.is_dir():
             yield from self._walk(start, f"{folder}/" if folder else "", (prefix, after), ())
-
-    def list_columns(self, prefix: str = "", *, after: str = "") -> Iterator[pa.RecordBatch]:
-        return columns_of(self.list(prefix, after=after))
 
     def stat(self, key: str) -> StoredFile:
         with self._explained(key) as path:

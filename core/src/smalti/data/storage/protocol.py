@@ -6,12 +6,16 @@ A key is a relative path with "/" between its parts, such as "cats/0001.png". Ke
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING
 
+from smalti.data.storage.columns import ROWS, file_columns
 from smalti.errors import ExitCode, UserError
+from smalti.system import atomic_write
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -55,96 +59,6 @@ class TransientStorageError(StorageError):
     exit_code = ExitCode.UNAVAILABLE
 
 
-class Storage(Protocol):
-    """A file system or object store that holds a dataset. Every method may be called from several threads at once."""
-
-    @property
-    def location(self) -> str:
-        """The path or address, for messages."""
-        ...
-
-    def list(self, prefix: str = "", *, after: str = "") -> Iterator[StoredFile]:
-        """All files whose key starts with `prefix` (plain text, not a folder), sorted by key, one at a time.
-
-        With `after`, only keys that sort after it; it need not be a key of a file.
-        """
-        ...
-
-    def stat(self, key: str) -> StoredFile:
-        """Size and etag of one file. Raises MissingFileError."""
-        ...
-
-    def read(self, key: str) -> bytes:
-        """The whole file. Raises MissingFileError."""
-        ...
-
-    def read_range(self, key: str, start: int, length: int) -> bytes:
-        """Up to `length` bytes from offset `start`; fewer at the end of the file. Raises MissingFileError."""
-        ...
-
-    def write(self, key: str, data: bytes) -> None:
-        """Write a file atomically: a reader sees the old content or the new one."""
-        ...
-
-
-@runtime_checkable
-class Deletes(Protocol):
-    """What a storage has in addition if files can be removed from it: those of caches and checkpoints."""
-
-    def delete(self, key: str) -> None:
-        """Remove one file. A file that is not there is no error."""
-        ...
-
-
-@runtime_checkable
-class TransfersFiles(Protocol):
-    """What a storage has in addition if it moves whole files of any size in bounded memory."""
-
-    def upload(self, path: Path, key: str) -> None:
-        """Write the file at `path` under `key`, atomically. Raises OSError if `path` cannot be read."""
-        ...
-
-    def download(self, key: str, path: Path) -> None:
-        """Write a file of the storage to `path`, atomically; its folder must exist. Raises MissingFileError."""
-        ...
-
-
-@runtime_checkable
-class CreatesOnce(Protocol):
-    """What a storage has in addition if it can write a file only where there is none, so that one of several writers wins."""
-
-    @property
-    def creates_once(self) -> bool:
-        """Whether the storage really refuses to replace a file. A remote one is asked, once, when this is first read."""
-        ...
-
-    def create(self, key: str, data: bytes) -> bool:
-        """Write a file atomically if there is none under `key`; False if there is one, which stays as it is.
-
-        Without `creates_once`, the file is looked for before it is written, and two writers at once may both get True.
-        """
-        ...
-
-
-@runtime_checkable
-class ListsFileColumns(Protocol):
-    """What a storage has in addition if it lists columns instead of objects: for listings of millions of files."""
-
-    def list_columns(self, prefix: str = "", *, after: str = "") -> Iterator[pa.RecordBatch]:
-        """The same files as `list`, in the same order, as batches with the columns key, size (int64) and etag."""
-        ...
-
-
-@runtime_checkable
-class ListsRanges(Protocol):
-    """What a storage has in addition if several ranks should list it together, each other ranges of keys."""
-
-    @property
-    def lists_ranges(self) -> bool:
-        """Whether `list(after=key)` begins at that key, instead of going through all files before it."""
-        ...
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Traffic:
     """What went over the network so far. `sent` and `received` are bytes of file contents and listings, without headers."""
@@ -155,28 +69,88 @@ class Traffic:
     retries: int = 0
 
 
-@runtime_checkable
-class CountsTraffic(Protocol):
-    """What a remote storage has in addition, for reports."""
+class Storage(ABC):
+    """A file system or object store that holds a dataset. Every method may be called from several threads at once.
 
-    def traffic(self) -> dict[str, Traffic]:
-        """The traffic of this object since it was opened, by operation: "list", "read", "write", ..."""
-        ...
+    A storage inherits from this class. What is not abstract has a default, made of the rest.
+    """
 
+    deletes = False
+    """Whether files can be removed from it, by `delete`: those of caches and checkpoints."""
+    lists_ranges = False
+    """Whether several ranks should list it together: `list(after=key)` begins at that key, not at the first file."""
 
-@runtime_checkable
-class HasIdentity(Protocol):
-    """What a storage has in addition if one place can have several addresses."""
+    @property
+    @abstractmethod
+    def location(self) -> str:
+        """The path or address, for messages."""
 
     @property
     def identity(self) -> str:
         """The same for every address of the place: latents of its images are found in a cache by it."""
-        ...
+        return self.location
 
+    @abstractmethod
+    def list(self, prefix: str = "", *, after: str = "") -> Iterator[StoredFile]:
+        """All files whose key starts with `prefix` (plain text, not a folder), sorted by key, one at a time.
 
-def identity_of(storage: Storage) -> str:
-    """Returns what identifies a storage: its identity, or its location if it has none."""
-    return storage.identity if isinstance(storage, HasIdentity) else storage.location
+        With `after`, only keys that sort after it; it need not be a key of a file.
+        """
+
+    def list_columns(self, prefix: str = "", *, after: str = "") -> Iterator[pa.RecordBatch]:
+        """The same files as `list`, in the same order, as batches with the columns key, size (int64) and etag."""
+        files = self.list(prefix, after=after)
+        while rows := [*islice(files, ROWS)]:
+            yield file_columns([row.key for row in rows], [row.size for row in rows], [row.etag for row in rows])
+
+    @abstractmethod
+    def stat(self, key: str) -> StoredFile:
+        """Size and etag of one file. Raises MissingFileError."""
+
+    @abstractmethod
+    def read(self, key: str) -> bytes:
+        """The whole file. Raises MissingFileError."""
+
+    @abstractmethod
+    def read_range(self, key: str, start: int, length: int) -> bytes:
+        """Up to `length` bytes from offset `start`; fewer at the end of the file. Raises MissingFileError."""
+
+    @abstractmethod
+    def write(self, key: str, data: bytes) -> None:
+        """Write a file atomically: a reader sees the old content or the new one."""
+
+    def upload(self, path: Path, key: str) -> None:
+        """Write the file at `path` under `key`, atomically. Raises OSError if `path` cannot be read."""
+        self.write(key, path.read_bytes())
+
+    def download(self, key: str, path: Path) -> None:
+        """Write a file of the storage to `path`, atomically; its folder must exist. Raises MissingFileError."""
+        atomic_write(path, self.read(key))
+
+    @property
+    def creates_once(self) -> bool:
+        """Whether `create` really refuses to replace a file. A remote storage is asked, once, when this is first read."""
+        return False
+
+    def create(self, key: str, data: bytes) -> bool:
+        """Write a file atomically if there is none under `key`; False if there is one, which stays as it is.
+
+        Without `creates_once`, the file is looked for before it is written, and two writers at once may both get True.
+        """
+        try:
+            self.stat(key)
+        except MissingFileError:
+            self.write(key, data)
+            return True
+        return False
+
+    def delete(self, key: str) -> None:
+        """Remove one file. A file that is not there is no error."""
+        raise StorageError(f"{self.location}: this storage cannot delete {key}", fix="delete it with a tool of the storage")
+
+    def traffic(self) -> dict[str, Traffic]:
+        """The traffic of this object since it was opened, by operation: "list", "read", "write", ... Empty if not counted."""
+        return {}
 
 
 def checked_key(key: str) -> str:

@@ -16,14 +16,13 @@ from typing import cast
 
 import torch
 
-from smalti.config import RunOptions
 from smalti.data import Batch
 from smalti.errors import GpuFaultError
 from smalti.hookspecs import HookSpecs
 from smalti.plugins import Plugins, ask_each, notify_each, warn
 from smalti.rundir import EventWriter, Ownership, RunDirectory
 from smalti.training.failures.out_of_memory import is_out_of_memory
-from smalti.training.run import Run
+from smalti.training.run import MOST_SKIPPED_STEPS, Run
 from smalti.types import FaultAction, GpuFault, RankInfo, RunState, StopReason, World
 
 PREFIX = "smalti: fault "
@@ -177,7 +176,7 @@ def answer(run: Run, fault: GpuFault) -> FaultAction:
     action = decide(run.plugins, state, fault, run.info)
     if not run.boundary.state_consistent:
         action, message = FaultAction.STOP_UNSAVED, f"{message}, while the weights were being changed"
-    elif action < FaultAction.STOP_SAVED and state.skipped + 1 >= run.config[RunOptions].max_skipped_steps:
+    elif action < FaultAction.STOP_SAVED and state.skipped + 1 >= MOST_SKIPPED_STEPS:
         action, message = FaultAction.STOP_UNSAVED, f"{message}; {state.skipped + 1} steps in a row were skipped"
     request(state, action, message)
     return action

@@ -28,10 +28,8 @@ from smalti.types import EvaluationResult
 if TYPE_CHECKING:
     from smalti.training.run import Run
 
-
-def noise_levels(count: int) -> list[float]:
-    """So many fractions of the way to noise, in the middles of equal parts."""
-    return [(number + 0.5) / count for number in range(count)]
+_LEVELS = (0.1, 0.3, 0.5, 0.7, 0.9)
+"""Fractions of the way to noise: the middles of five equal parts."""
 
 
 def evaluate(run: Run) -> EvaluationResult:
@@ -42,15 +40,14 @@ def evaluate(run: Run) -> EvaluationResult:
     held_out = run.held_out
     assert held_out is not None, "evaluation needs held-out images"
     begin = time.perf_counter()
-    levels = noise_levels(run.config[ValidationOptions].eval_timesteps)
     with run.phases.during("evaluating"), eval_mode(run) as model:
-        table = _losses(run, model, held_out, levels)
+        table = _losses(run, model, held_out)
     counted = table[table[:, -1] > 0, :-1]
     means = counted.mean(0).tolist()
     result = EvaluationResult(
         step=run.state.step,
         loss=sum(means) / len(means),
-        by_timestep={round(STEPS * level): mean for level, mean in zip(levels, means, strict=True)},
+        by_timestep={round(STEPS * level): mean for level, mean in zip(_LEVELS, means, strict=True)},
         samples=len(counted),
         averaged=run.ema is not None,
         seconds=time.perf_counter() - begin,
@@ -61,20 +58,20 @@ def evaluate(run: Run) -> EvaluationResult:
     return result
 
 
-def _losses(run: Run, model: nn.Module, held_out: HeldOut, levels: list[float]) -> Tensor:
+def _losses(run: Run, model: nn.Module, held_out: HeldOut) -> Tensor:
     """(N, T + 1), fp64 on the CPU, the same on every rank: each sample's losses, and whether it counts. *Collective*.
 
     Each row is filled by one rank, so that adding up what the ranks have rounds nothing.
     """
     world = run.world
-    table = torch.zeros(held_out.count, len(levels) + 1, device=world.device)
+    table = torch.zeros(held_out.count, len(_LEVELS) + 1, device=world.device)
     speaks = world.rank % world.context == 0  # of the ranks that share samples, one
     noise = SampleNoise(run.config[ValidationOptions].validation_seed, world.device)
 
     def measure() -> None:
         for batch, counts in held_out.share(world.data_rank, world.data_size):
             images = held_out.read(batch)
-            columns = _batch_losses(run, model, images, noise, levels)
+            columns = _batch_losses(run, model, images, noise)
             if counts and speaks:
                 rows = table[batch.place : batch.place + len(batch.samples)]
                 rows[:, :-1] = columns
@@ -85,13 +82,13 @@ def _losses(run: Run, model: nn.Module, held_out: HeldOut, levels: list[float]) 
     return whole.sum(0).cpu().double()
 
 
-def _batch_losses(run: Run, model: nn.Module, images: HeldOutImages, noise: SampleNoise, levels: list[float]) -> Tensor:
+def _batch_losses(run: Run, model: nn.Module, images: HeldOutImages, noise: SampleNoise) -> Tensor:
     """(B, T)."""
     family, objective = run.family, run.loss.objective
     latents, conditioning = _encoded(family, images)
     noise_values = noise.normal(images.numbers, latents.shape[1:])
     columns = []
-    for level in levels:
+    for level in _LEVELS:
         t = objective.times(torch.full((len(latents),), level, device=latents.device))
         noisy = objective.add_noise(latents, noise_values, t)
         with run.parallel.autocast():

@@ -19,7 +19,18 @@ from pathlib import Path
 import pyarrow as pa
 
 from smalti import UserError
-from smalti.data import FILES, LISTED, DatasetSpec, Listed, ListedState, ListingDigest, Storage, StoredFile, Threads
+from smalti.data import (
+    FILES,
+    LISTED,
+    DatasetSpec,
+    Listed,
+    ListedState,
+    ListingDigest,
+    MetadataSource,
+    Storage,
+    StoredFile,
+    Threads,
+)
 from smalti.system import atomic_write
 
 _ROWS = 1 << 16  # at once
@@ -37,7 +48,7 @@ class Contents:
     notices: tuple[str, ...] = ()
 
 
-class ContainerSource(ABC):
+class ContainerSource(MetadataSource, ABC):
     """A metadata source of containers. A subclass finds the samples of one container, and reads them by their place.
 
     The keys of a container's samples begin with its own key and a slash.
@@ -50,8 +61,6 @@ class ContainerSource(ABC):
         self._spec = spec
         self._storage = storage
         self._folder: Path | None = None
-        self.notices: tuple[str, ...] = ()
-        self.listed_state: ListedState | None = None
 
     @abstractmethod
     def containers(self) -> Sequence[StoredFile]:
@@ -74,11 +83,6 @@ class ContainerSource(ABC):
             return False
         self.notices = before.notices
         return True
-
-    def list(self) -> Iterator[Listed]:
-        for batch in self.list_columns():
-            for row in batch.to_pylist():
-                yield Listed(**row | {"captions": None if row["captions"] is None else tuple(row["captions"])})
 
     def list_columns(self) -> Iterator[pa.RecordBatch]:
         self.listed_state = None

@@ -14,7 +14,7 @@ from tempfile import TemporaryDirectory
 
 from smalti import CheckpointError, PreflightError, UserError
 from smalti.checkpoint import GROUPS, MANIFEST, WEIGHTS, FileRecord, Manifest, new_digest
-from smalti.data import MissingFileError, Storage, TransfersFiles
+from smalti.data import MissingFileError
 from smalti.system import atomic_write, format_bytes, free_bytes, fsync_directory
 from smalti_data.remote.checkpoints import CHECKPOINTS, RemoteCheckpoint, RemoteRun
 
@@ -52,7 +52,7 @@ def download_checkpoint(
 
     def fetch(name: str) -> None:
         path, record = folder / name, missing[name]
-        download(run.storage, checkpoint.prefix + name, path)
+        run.storage.download(checkpoint.prefix + name, path)
         if not _is_there(path, record):
             path.unlink(missing_ok=True)
             raise CheckpointError(f"{name} does not match its digest: damaged or edited")
@@ -81,7 +81,7 @@ def download_partly(
         path = Path(folder) / name / CHECKPOINTS / checkpoint.name
         try:
             manifest = download_checkpoint(run, checkpoint, path, report, groups=groups)
-            download(run.storage, "launch.json", path.parent.parent / "launch.json")
+            run.storage.download("launch.json", path.parent.parent / "launch.json")
         except MissingFileError as error:
             if "launch.json" not in error.message:
                 raise
@@ -106,13 +106,6 @@ def _is_there(path: Path, record: FileRecord) -> bool:
         while count := file.readinto(buffer):
             digest.update(buffer[:count])
     return digest.hexdigest() == record.digest
-
-
-def download(storage: Storage, key: str, path: Path) -> None:
-    if isinstance(storage, TransfersFiles):
-        storage.download(key, path)
-    else:
-        atomic_write(path, storage.read(key))
 
 
 class _Progress:

@@ -15,7 +15,7 @@ from smalti.checkpoint import CheckpointStore, quick_check, read_manifest
 from smalti.rundir import RunDirectory
 from smalti.system import atomic_write
 from smalti_data.remote.checkpoints import CHECKPOINTS, UNUSABLE, RemoteCheckpoint, RemoteRun
-from smalti_data.remote.downloads import download, download_checkpoint
+from smalti_data.remote.downloads import download_checkpoint
 
 INDEXES = "data/trained/*/*.arrow"
 """The indexes with which checkpoints were trained, with which a resume compares its data."""
@@ -101,7 +101,7 @@ def _download_indexes(run: RemoteRun, home: Path) -> None:
         path = home / stored.key
         if fnmatchcase(stored.key, INDEXES) and not path.exists():
             path.parent.mkdir(parents=True, exist_ok=True)
-            download(run.storage, stored.key, path)
+            run.storage.download(stored.key, path)
 
 
 def _unusable(run: RemoteRun, reasons: list[str]) -> CheckpointError:

@@ -7,7 +7,6 @@ import tempfile
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from pathlib import Path
-from typing import cast
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -18,15 +17,15 @@ from smalti.data import (
     FILES,
     LISTED,
     DatasetSpec,
-    Listed,
     ListedOnce,
     ListedState,
     ListingDigest,
+    MetadataSource,
     Storage,
     StorageError,
     depends_on_text_file,
     rebatched,
-    visible_files,
+    visible,
 )
 from smalti_data.file_names import stems, with_extension
 from smalti_data.tables.columns import Projection, TableColumns, local_table
@@ -50,7 +49,7 @@ class Table(ABC):
         """The rows, with only some of the columns. Raises UserError for a damaged table."""
 
 
-class TableSource(ABC):
+class TableSource(MetadataSource, ABC):
     """A metadata source that joins a table with the files of the storage. Only images with a row belong to the dataset.
 
     Rows without a file, and images without a row, are counted in the notices and listed in files of the folder that
@@ -66,8 +65,6 @@ class TableSource(ABC):
         self._listing = ListedOnce(storage)
         self._folder: Path | None = None
         self._columns = TableColumns.of(spec.metadata_options, f"dataset {spec.id!r}: {self.format}")
-        self.notices: tuple[str, ...] = ()
-        self.listed_state: ListedState | None = None
 
     @abstractmethod
     def open(self, path: Path | None, key: str) -> Table:
@@ -92,11 +89,6 @@ class TableSource(ABC):
         columns with weights is not in the recipe.
         """
         return self._spec.id, identity, str(self._spec.instance_data_dir or ""), self._columns.model_dump_json()
-
-    def list(self) -> Iterator[Listed]:
-        for batch in self.list_columns():
-            for row in batch.to_pylist():
-                yield Listed(**row | {"captions": None if row["captions"] is None else tuple(row["captions"])})
 
     def list_columns(self) -> Iterator[pa.RecordBatch]:
         self.listed_state = None
@@ -145,7 +137,7 @@ class TableSource(ABC):
         found = 0
         texts = _Texts(self._storage, self._spec.caption_extension) if depends_on_text_file(self._spec) else None
         digest = ListingDigest()
-        for listed, batch in join.results(map(with_extension, digest.passed(visible_files(cast(Storage, self._listing))))):
+        for listed, batch in join.results(map(with_extension, digest.passed(visible(self._listing.list_columns())))):
             found += listed.num_rows
             yield _listed(listed, batch, texts)
         if not found:
@@ -204,7 +196,7 @@ class _Texts:
 
     def __init__(self, storage: Storage, extension: str) -> None:
         digest = ListingDigest()
-        batches = [with_extension(batch, (extension,)) for batch in digest.passed(visible_files(storage))]
+        batches = [with_extension(batch, (extension,)) for batch in digest.passed(visible(storage.list_columns()))]
         self.digest = digest.result()
         table = pa.Table.from_batches(list(rebatched(batches, FILES, 1 << 30)), schema=FILES).combine_chunks()
         self._stems, self._etags = stems(table.column("key").combine_chunks()), table.column("etag").combine_chunks()

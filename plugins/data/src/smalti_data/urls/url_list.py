@@ -15,7 +15,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
 from urllib.parse import urlsplit
 
 import numpy as np
@@ -30,7 +29,6 @@ from smalti.data import (
     LISTED,
     BadSampleError,
     DatasetSpec,
-    Listed,
     ListedOnce,
     ListedState,
     ListingDigest,
@@ -41,13 +39,13 @@ from smalti.data import (
     TransientStorageError,
     UrlListKeys,
     listed_columns,
-    listed_rows,
     read_header,
     rebatched,
-    visible_files,
+    visible,
     wrong_values,
 )
-from smalti.system import ReportTimer, atomic_write
+from smalti.rundir import ReportTimer
+from smalti.system import atomic_write
 from smalti_data.file_names import extension_of, with_extension
 from smalti_data.tables.columns import Projection, TableColumns, column, leaf, leaves
 from smalti_data.tables.csv_table import CsvSource, CsvTable
@@ -92,7 +90,7 @@ def open_csv(spec: DatasetSpec, storage: Storage) -> MetadataSource:
     return Urls(spec, storage) if spec.type == "csv" else CsvSource(spec, storage)
 
 
-class Urls:
+class Urls(MetadataSource):
     """Downloads what is missing when it is listed."""
 
     def __init__(self, spec: DatasetSpec, storage: Storage) -> None:
@@ -100,8 +98,6 @@ class Urls:
         self._listing = ListedOnce(storage)
         self._list = UrlList.of(spec)
         self._columns = TableColumns.of(self._block(), f"dataset {spec.id!r}: csv")
-        self.notices: tuple[str, ...] = ()
-        self.listed_state: ListedState | None = None
         self.client = Client(
             most_bytes=int(self._list.csv_max_megabytes * (1 << 20)),
             seconds=self._list.csv_timeout,
@@ -116,9 +112,6 @@ class Urls:
             return False
         self.notices = before.notices
         return True
-
-    def list(self) -> Iterator[Listed]:
-        return listed_rows(self)
 
     def list_columns(self) -> Iterator[pa.RecordBatch]:
         self.listed_state = None
@@ -201,7 +194,7 @@ class Urls:
 
     def _download(self, rows: pa.RecordBatch, failures: _Failures) -> dict[str, str]:
         """Download what is missing. Returns the reasons of failures that may pass, by name."""
-        there = [_names(batch) for batch in visible_files(cast(Storage, self._listing))]
+        there = [_names(batch) for batch in visible(self._listing.list_columns())]
         known = pa.concat_arrays([*there, failures.names, pa.array([], pa.string())])
         missing = rows.filter(pc.invert(pc.is_in(rows.column("name"), value_set=known))).select(["name", "url", "digest"])
         transient: dict[str, str] = {}
@@ -256,7 +249,7 @@ class Urls:
 
     def _joined(self, rows: pa.RecordBatch, transient: Mapping[str, str], digest: ListingDigest) -> Iterator[pa.RecordBatch]:
         """The samples of all rows that are in the folder, and those that may be there after the next scan."""
-        listing = map(with_extension, digest.passed(visible_files(cast(Storage, self._listing))))
+        listing = map(with_extension, digest.passed(visible(self._listing.list_columns())))
         there = pa.concat_batches([*rebatched(listing, FILES), pa.RecordBatch.from_pylist([], schema=FILES)])
         stems = _names(there)
         for start in range(0, len(rows), _WINDOW):

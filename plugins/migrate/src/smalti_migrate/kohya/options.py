@@ -315,7 +315,6 @@ def _flow(found: Values, family: str, result: Imported) -> None:
         for key, ours, at in (
             ("logit_mean", "flow_sigmoid_mean", "logit_normal"),
             ("logit_std", "flow_sigmoid_scale", "logit_normal"),
-            ("mode_scale", "flow_mode_scale", "mode"),
         ):
             if name == at and key in found:
                 result.copy(ours, found[key], number)

@@ -112,7 +112,7 @@ OPTIONS: tuple[Rule, ...] = (
     read("sigmoid_scale", "flow_sigmoid_scale"),
     read("logit_mean", "flow_sigmoid_mean"),
     read("logit_std", "flow_sigmoid_scale"),
-    read("mode_scale", "flow_mode_scale"),
+    read("mode_scale", note="only 1.29", off=(*OFF, "1.29")),
     read("discrete_flow_shift", "flow_schedule_shift", note="the default there is 3 for Flux and 6 for Lumina"),
     read("training_shift", "flow_schedule_shift", note="SD 3"),
     read("guidance_scale", "flux_guidance_value", note="the default is 3.5 there and 1 here"),

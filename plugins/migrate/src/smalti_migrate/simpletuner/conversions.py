@@ -15,24 +15,6 @@ _OPTIMIZER_SETTINGS = {
 _KERNELS = {"native-flash": "flash", "native-efficient": "efficient", "cudnn": "cudnn", "native-math": "math"}
 _EXACT = ("xformers", "flash", "flex", "native")
 """Beginnings of the names of attention kernels that compute the same as PyTorch's."""
-_PREFETCH = 10
-"""Batches that SimpleTuner prefetches by default, where it does."""
-
-
-def prefetch(value: object, values: Mapping[str, object]) -> Mapping[str, object]:
-    """`dataloader_prefetch`, a switch there, whose queue length is an option of its own."""
-    if not isinstance(plain(value), bool):
-        return {"dataloader_prefetch": value}
-    if not is_on(value):
-        return {}
-    length = values.get("dataloader_prefetch_qlen")
-    return {"dataloader_prefetch": _PREFETCH if is_empty(length) else length}
-
-
-def prefetch_length(value: object, values: Mapping[str, object]) -> Mapping[str, object]:
-    """`dataloader_prefetch_qlen`, which has no effect there unless `dataloader_prefetch` is on."""
-    switch = plain(values.get("dataloader_prefetch"))
-    return {} if isinstance(switch, bool) else {"dataloader_prefetch": value}
 
 
 def schedule_shift(value: object, values: Mapping[str, object]) -> Mapping[str, object]:

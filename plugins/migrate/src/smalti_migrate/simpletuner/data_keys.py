@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from smalti_migrate.simpletuner.conversions import prefetch, prefetch_length
 from smalti_migrate.simpletuner.rules import Rule, ignored, refused, renamed, same
 
 _CACHE = "cached encodings are found by their content, so nothing has to be scanned, kept or cleared"
@@ -35,8 +34,8 @@ DATA_KEYS: Mapping[str, Rule] = {
     "skip_file_discovery": ignored(_LISTING, False),
     "aspect_bucket_disable_rebuild": ignored(_LISTING, False),
     "metadata_update_interval": ignored("the index is written when the scan ends"),
-    "dataloader_prefetch": same(convert=prefetch, why="a number of batches: 10, or dataloader_prefetch_qlen, if it is on"),
-    "dataloader_prefetch_qlen": same(convert=prefetch_length, why="without effect unless dataloader_prefetch is on"),
+    "dataloader_prefetch": ignored("4 batches are always prefetched", True, False, 4),
+    "dataloader_prefetch_qlen": ignored("4 batches are always prefetched", 4, 10),
     # Caches
     "vae_cache_ondemand": ignored(_FIRST, False),
     "vae_cache_preprocess": ignored(_FIRST, True),

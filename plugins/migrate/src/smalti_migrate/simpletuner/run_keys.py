@@ -60,6 +60,7 @@ RUN_KEYS: Mapping[str, Rule] = {
     "evaluation_type": ignored("no scores are computed; the loss is measured on eval datasets", "none"),
     "pretrained_evaluation_model_name_or_path": ignored("no scores are computed"),
     "eval_dataset_id": refused("all eval datasets are measured", "set disabled in the entries of the others"),
+    "eval_timesteps": ignored("the loss is always measured at 5 noise levels", 5, 28),
     "eval_dataset_pooling": ignored("there is one evaluation loss for all eval datasets"),
     "eval_loss_disable": ignored("the loss is measured if there is an eval dataset", False),
     # Checkpoints
@@ -92,7 +93,7 @@ RUN_KEYS: Mapping[str, Rule] = {
     ),
     "dynamo_use_regional_compilation": ignored("blocks are compiled one by one", True),
     "dynamo_fullgraph": ignored("blocks are compiled one by one", False),
-    "dynamo_dynamic": ignored("each shape is compiled, up to dynamo_recompile_limit", False),
+    "dynamo_dynamic": ignored("each shape is compiled, up to 16", False),
     "i_know_what_i_am_doing": ignored("no option needs it"),
     "configs_dir": ignored("the configuration is the file that is given"),
     "merge_environment_config": ignored("the configuration is the file that is given"),

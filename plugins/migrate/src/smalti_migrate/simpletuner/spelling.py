@@ -175,7 +175,6 @@ DEFAULTS = (
     ReferenceDefault("lora_dropout", "`0.1`", _lora_dropout, when="`model_type` is `lora`"),
     ReferenceDefault("ema_device", '`"cpu"`', _ema_device, when="`use_ema` is on"),
     ReferenceDefault("huber_schedule", '`"snr"`', _huber_schedule, when="`loss_type` is not `l2`"),
-    _always("eval_timesteps", 28),
     _always("num_eval_images", 4),
     _always("validation_step_interval", 100),
     _always("validation_num_inference_steps", 30),

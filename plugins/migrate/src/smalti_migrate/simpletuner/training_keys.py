@@ -16,6 +16,7 @@ from smalti_migrate.simpletuner.conversions import (
 from smalti_migrate.simpletuner.rules import Rule, ignored, refused, renamed, same
 
 _TEXT_ENCODERS = "text encoders are not trained"
+_BETA = "set it to 2, or use timestep_distribution=logit_normal with flow_sigmoid_mean and flow_sigmoid_scale"
 _BIAS = "no timesteps are preferred"
 _OFFSET = "offset noise is not supported"
 
@@ -71,8 +72,8 @@ TRAINING_KEYS: Mapping[str, Rule] = {
         neutral=(False,),
         convert=sets("timestep_distribution", "beta"),
     ),
-    "flow_beta_schedule_alpha": renamed("flow_beta_alpha"),
-    "flow_beta_schedule_beta": renamed("flow_beta_beta"),
+    "flow_beta_schedule_alpha": refused("alpha is always 2 here", _BETA, 2),
+    "flow_beta_schedule_beta": refused("beta is always 2 here", _BETA, 2),
     "flow_schedule_shift": same(convert=schedule_shift, why="0 there means without a shift, which is 1 here"),
     "flow_custom_timesteps": refused("a list of timesteps is not supported", "timestep_distribution=uniform"),
     "timestep_bias_strategy": refused(_BIAS, "set it to none", "none"),

@@ -11,6 +11,9 @@ from smalti.config import Option, Schema
 from smalti_migrate.simpletuner.rules import Rule, is_empty, is_neutral
 from smalti_migrate.simpletuner.table import rule_of
 
+_ONCE_HERE = ("dataloader_prefetch", "dataloader_prefetch_qlen", "eval_timesteps")
+"""Names in the table that were options here too, so that files of earlier versions have them."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class ReferenceOptions(Translation):
@@ -72,7 +75,8 @@ class _Translator:
         elif option is not None:
             self._same(key, value, rule, option)
         else:
-            self.markers.append(key)
+            if _name(key) not in _ONCE_HERE:
+                self.markers.append(key)
             if not is_neutral(value, rule):
                 self._of_another_name(key, value, rule)
 

@@ -6,7 +6,6 @@ import gc
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -18,8 +17,6 @@ from smalti.checkpoint import Saver, Snapshot
 from smalti.config import (
     Config,
     DataOptions,
-    OptimizerOptions,
-    RunOptions,
     TrainingOptions,
     ValidationOptions,
     validation_prompts,
@@ -28,8 +25,8 @@ from smalti.data import Bucket, Encoded, Loader
 from smalti.models import Cacheable, ModelFamily, SampleRequest, ShapeWeights, Weights, without_weights
 from smalti.parallel import Communicator, FailureDetector, GlooCommunicator, Parallel, ProcessGroupParallel, named_state
 from smalti.plugins import Plugins
-from smalti.rundir import Ownership, Phases, RunDirectory
-from smalti.training import ForwardTime, Run, assemble, build_scheduler, eval_mode, planned_images, train_step
+from smalti.rundir import Ownership
+from smalti.training import Context, Run, assemble, begin, eval_mode, planned_images, train_step
 from smalti_plan.rehearsal.fake_tensors import NEEDS_VALUES
 from smalti_plan.rehearsal.ledger import Counted, Ledger
 from smalti_plan.rehearsal.replicas import hook_gradients, replicas_in
@@ -94,31 +91,22 @@ class Stage:
             with without_weights():
                 weights = ShapeWeights(self.family.build_model())
         detector, state = FailureDetector(processes=()), RunState(max_steps=0)
+        context = Context.of(config, self.plugins, self.plan, self.parallel, detector, state)
         with self.ledger.counting("load", "parameters"):
-            self.run = run = assemble(
-                config,
-                self.plugins,
-                self.plan,
-                self.parallel,
-                detector,
+            made = assemble(
+                context,
                 self.family,
                 data,
                 Encoded(texts=None if texts is None else texts.as_cache()),
-                prompts=validation_prompts(config),
-                ownership=Ownership(RunDirectory(cast(Path, config[RunOptions].output_dir)), "", 0.0),
-                writer=None,
-                state=state,
-                phases=Phases(),
-                weights=weights,
+                validation_prompts(config),
+                Ownership(context.directory, "", 0.0),
+                weights,
             )
+            alone = GlooCommunicator(world=world, group=None)
+            saver = Saver(write=_write_nothing, communicator=alone, background=alone)
+            self.run = run = begin(made, saver, cast(Loader, _NoLoader()), None)
             self._mark_state()
         hook_gradients(run.parallel.unwrap(run.model), lambda gradient: self.ledger.mark([gradient], "gradients"))
-        alone = GlooCommunicator(world=world, group=None)
-        run.saver = Saver(write=_write_nothing, communicator=alone, background=alone)
-        run.scheduler = build_scheduler(run.optimizer, config[OptimizerOptions], state.max_steps, 0)
-        run.forward_time = ForwardTime(world.device)
-        run.batches = cast(Loader, _NoLoader())
-        run.held_out = None
         self._first_state()
 
     def step(self) -> None:

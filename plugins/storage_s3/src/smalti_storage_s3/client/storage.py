@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from blake3 import blake3
 
-from smalti.data import StoredFile, Traffic, checked_key, file_columns
+from smalti.data import Storage, StoredFile, Traffic, checked_key, file_columns
 from smalti_storage_s3.client.attempts import Attempts, Counter, Timeouts
 from smalti_storage_s3.client.boto import BotoTransport
 from smalti_storage_s3.client.errors import Fault, Kind, error_of
@@ -43,12 +43,14 @@ def open_url(url: str) -> S3Storage:
     return S3Storage(settings_of_url(url))
 
 
-class S3Storage:
+class S3Storage(Storage):
     """Objects of a bucket below a prefix. What it writes has a digest in its metadata, which whole reads are checked with.
 
     `fast` false: boto3 also for small objects. `part`: bytes of a part of a large file. Safe for threads, and for use
     before and after a fork.
     """
+
+    deletes = lists_ranges = True
 
     def __init__(self, settings: S3Settings, *, timeouts: Timeouts | None = None, fast: bool = True, part: int = PART) -> None:
         self._settings = settings
@@ -81,10 +83,6 @@ class S3Storage:
 
     def traffic(self) -> dict[str, Traffic]:
         return self._counter.snapshot()
-
-    @property
-    def lists_ranges(self) -> bool:
-        return True
 
     def list(self, prefix: str = "", *, after: str = "") -> Iterator[StoredFile]:
         for page in self._pages(prefix, after):

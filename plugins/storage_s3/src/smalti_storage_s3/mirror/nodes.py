@@ -11,15 +11,14 @@ from pathlib import Path
 
 from smalti import CheckpointError, UserError
 from smalti.checkpoint import CheckpointStore, Entry, parse_checkpoint_name, read_manifest
-from smalti.data import Deletes, Storage
+from smalti.data import Storage
 from smalti.parallel import Communicator, RankError, run_on_all_ranks, run_on_main_rank
 from smalti.rundir import RunDirectory
 from smalti_data.remote.checkpoints import RemoteRun
-from smalti_data.remote.downloads import download
 from smalti_storage_s3.mirror.ownership import Lease
 from smalti_storage_s3.mirror.place import Access, open_place
 from smalti_storage_s3.mirror.pulling import fetch_checkpoint
-from smalti_storage_s3.mirror.upload import Uploader, upload
+from smalti_storage_s3.mirror.upload import Uploader
 
 PARTS = "parts/"
 _INTERVAL = 5.0
@@ -37,14 +36,14 @@ class MirrorRelay:
         return open_place(self._place, self._access, create=True)
 
     def send(self, path: Path, name: str) -> None:
-        upload(self._storage, path, PARTS + name)
+        self._storage.upload(path, PARTS + name)
 
     def fetch(self, name: str, path: Path) -> None:
-        download(self._storage, PARTS + name, path)
+        self._storage.download(PARTS + name, path)
 
     def clear(self) -> None:
         storage = self._storage
-        if isinstance(storage, Deletes):
+        if storage.deletes:
             for stored in list(storage.list(PARTS)):
                 storage.delete(stored.key)
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 
 from smalti import InUseError, UserError
-from smalti.data import CreatesOnce, Deletes, MissingFileError, Storage
+from smalti.data import MissingFileError, Storage
 
 OWNER = "mirror.json"
 LAUNCHES = "launches/"
@@ -69,14 +69,14 @@ class Lease:
         """Become the launch that writes. Raises InUseError if the mirror belongs to another run."""
         here = {"created": _now(), "host": socket.gethostname()}
         if check_owner(storage, run) is None:
-            create_once(storage, OWNER, _encode({"kind": _KIND, "version": 1, "run": run, **here}))
+            storage.create(OWNER, _encode({"kind": _KIND, "version": 1, "run": run, **here}))
             check_owner(storage, run)
         while True:
             known = [stored.key for stored in storage.list(LAUNCHES)]
             number = max((_number(key) for key in known), default=0) + 1
-            if create_once(storage, _key(number), _encode(here)):
+            if storage.create(_key(number), _encode(here)):
                 break
-        if isinstance(storage, Deletes):
+        if storage.deletes:
             for key in known:  # a launch before the last one finds the newest all the same
                 if 0 < _number(key) < number - 1:
                     storage.delete(key)
@@ -92,21 +92,6 @@ class Lease:
                 f"{self.storage.location}, so this one does not any more",
                 fix="end one of the two launches; this one needs another --checkpoint_mirror",
             )
-
-
-def create_once(storage: Storage, key: str, content: bytes) -> bool:
-    """Write a file unless it is there. Returns whether this call has created it.
-
-    On a store that does not decide between two writers, this is certain only if nobody else writes at the same time.
-    """
-    if isinstance(storage, CreatesOnce):
-        return storage.create(key, content)
-    try:
-        storage.stat(key)
-    except MissingFileError:
-        storage.write(key, content)
-        return True
-    return False
 
 
 def _number(key: str) -> int:

@@ -12,7 +12,7 @@ from smalti.checkpoint import CheckpointStore, Manifest
 from smalti.data import Storage
 from smalti.rundir import RunDirectory
 from smalti_data.remote.checkpoints import UNUSABLE, RemoteCheckpoint, RemoteRun
-from smalti_data.remote.downloads import download, download_checkpoint
+from smalti_data.remote.downloads import download_checkpoint
 from smalti_storage_s3.mirror.upload import KEPT_FILES, RUN_FILES, WORK
 
 _INCOMING = "incoming"
@@ -53,7 +53,7 @@ def pull_run_files(storage: Storage, run: RunDirectory) -> None:
             path = run.path / stored.key
             if fnmatchcase(stored.key, pattern) and not path.exists():
                 path.parent.mkdir(parents=True, exist_ok=True)
-                download(storage, stored.key, path)
+                storage.download(stored.key, path)
 
 
 def fetch_checkpoint(

@@ -40,11 +40,11 @@ from smalti.checkpoint import (
     read_manifest,
     verify,
 )
-from smalti.data import Deletes, Storage, TransfersFiles
+from smalti.data import Storage
 from smalti.rundir import RunDirectory
 from smalti_data.remote.checkpoints import UNUSABLE, RemoteCheckpoint, RemoteRun
 from smalti_data.remote.downloads import TRANSFERS
-from smalti_storage_s3.mirror.ownership import Lease, create_once
+from smalti_storage_s3.mirror.ownership import Lease
 
 WORK = "mirror"
 """The folder of a run directory in which an upload works."""
@@ -113,7 +113,7 @@ class Uploader:
             sent = self._send(path, manifest, target)
             self.lease.check()
             content = (path / MANIFEST).read_bytes()
-            if not create_once(self.storage, target.prefix + MANIFEST, content):
+            if not self.storage.create(target.prefix + MANIFEST, content):
                 published = self.storage.read(target.prefix + MANIFEST)
                 if published != content:
                     raise CheckpointError(f"{self.storage.location}/{target.prefix}{MANIFEST} was written by another process")
@@ -145,7 +145,7 @@ class Uploader:
             # What another program has put there has no claim, and is left alone.
             free = not found.published and (CLAIM in found.sizes or not found.sizes)
             if free and (
-                create_once(self.storage, found.prefix + CLAIM, contents) or self.storage.read(found.prefix + CLAIM) == contents
+                self.storage.create(found.prefix + CLAIM, contents) or self.storage.read(found.prefix + CLAIM) == contents
             ):
                 return found, False
             revision += 1
@@ -155,7 +155,7 @@ class Uploader:
         missing = [name for name, record in manifest.files.items() if target.sizes.get(name) != record.size]
 
         def send(name: str) -> int:
-            upload(self.storage, path / name, target.prefix + name)
+            self.storage.upload(path / name, target.prefix + name)
             return manifest.files[name].size
 
         with ThreadPoolExecutor(TRANSFERS, "smalti-mirror") as pool:
@@ -169,11 +169,11 @@ class Uploader:
                 for file in sorted(self.run.path.glob(pattern)):
                     copy = Path(folder) / file.name  # of one moment, while the run appends to the file
                     shutil.copyfile(file, copy)
-                    upload(self.storage, copy, file.name)
+                    self.storage.upload(copy, file.name)
         for file in sorted(self.run.path.glob(KEPT_FILES)):
             key = file.relative_to(self.run.path).as_posix()
             if there.get(key) != file.stat().st_size:
-                upload(self.storage, file, key)
+                self.storage.upload(file, key)
 
     # --- removing old checkpoints -----------------------------------------------------------------------------------
 
@@ -183,7 +183,7 @@ class Uploader:
         Suspect ones do not count. Nothing is removed before the newest was found intact. Damaged ones, and those that another
         program has put there, are never removed.
         """
-        if self.keep is None or not isinstance(self.storage, Deletes):
+        if self.keep is None or not self.storage.deletes:
             return []
         mirror = RemoteRun(self.storage)
         entries = mirror.all()[::-1]
@@ -233,7 +233,6 @@ class Uploader:
 
     def _remove(self, checkpoint: RemoteCheckpoint) -> None:
         """The manifest first, so that no incomplete checkpoint is ever offered; the claim last, so that the rest is found."""
-        assert isinstance(self.storage, Deletes)
         ours = {name for name in checkpoint.sizes if name.partition("/")[0] in (*GROUPS, WEIGHTS, STATE)}
         first, last = [MANIFEST] if checkpoint.published else [], [CLAIM]
         for name in (*first, *sorted(ours), *last):
@@ -263,13 +262,6 @@ def _work_folder(run: Path) -> Path:
     folder = run / WORK
     folder.mkdir(exist_ok=True)
     return folder
-
-
-def upload(storage: Storage, path: Path, key: str) -> None:
-    if isinstance(storage, TransfersFiles):
-        storage.upload(path, key)
-    else:
-        storage.write(key, path.read_bytes())
 
 
 def _contents(manifest: Manifest) -> bytes:

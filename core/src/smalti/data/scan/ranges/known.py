@@ -11,7 +11,7 @@ from smalti.data.scan.index import DatasetIndex
 from smalti.data.scan.index_file import IndexFile
 from smalti.data.scan.ranges.listing import CHUNK_ROWS, ListedByRanks
 from smalti.data.scan.tasks import Handed
-from smalti.data.storage.protocol import ListsRanges, Storage
+from smalti.data.storage.protocol import Storage
 
 
 def listed_by_ranks(spec: DatasetSpec, storage: Storage, index: Path | None, handed: Handed | None) -> Storage:
@@ -19,7 +19,7 @@ def listed_by_ranks(spec: DatasetSpec, storage: Storage, index: Path | None, han
 
     `index` is the path of the last index, which need not exist.
     """
-    if handed is None or index is None or not isinstance(storage, ListsRanges) or not storage.lists_ranges:
+    if handed is None or index is None or not storage.lists_ranges:
         return storage
     folder = index.with_name(f".{index.name}.listing")
     return ListedByRanks(storage, spec.id, handed, folder, known_bounds(spec, index, 2 * handed.ranks))

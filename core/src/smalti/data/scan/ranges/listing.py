@@ -18,7 +18,6 @@ import pyarrow as pa
 
 from smalti.data.scan.ranges.bounds import split_keys
 from smalti.data.scan.tasks import Handed, Task, wait_for, written
-from smalti.data.storage.columns import list_columns
 from smalti.data.storage.protocol import Storage, StoredFile
 from smalti.system import remove_tree
 
@@ -28,7 +27,7 @@ Range = tuple[str, "str | None"]
 """Keys after the first text, up to and with the second; None: to the end."""
 
 
-class ListedByRanks:
+class ListedByRanks(Storage):
     """A storage whose `list_columns` all ranks work for. The rest of it is that of `storage`.
 
     `folder` is for the files of the ranges, which are removed when they were read. `known` are keys that divide the files into
@@ -41,15 +40,29 @@ class ListedByRanks:
         self._handed = handed
         self._folder = folder
         self._known = known
-        self.location = storage.location
-        self.stat, self.read, self.read_range, self.write = storage.stat, storage.read, storage.read_range, storage.write
+
+    @property
+    def location(self) -> str:
+        return self._storage.location
+
+    def stat(self, key: str) -> StoredFile:
+        return self._storage.stat(key)
+
+    def read(self, key: str) -> bytes:
+        return self._storage.read(key)
+
+    def read_range(self, key: str, start: int, length: int) -> bytes:
+        return self._storage.read_range(key, start, length)
+
+    def write(self, key: str, data: bytes) -> None:
+        self._storage.write(key, data)
 
     def list(self, prefix: str = "", *, after: str = "") -> Iterator[StoredFile]:
         return self._storage.list(prefix, after=after)
 
     def list_columns(self, prefix: str = "", *, after: str = "") -> Iterator[pa.RecordBatch]:
         if prefix:
-            yield from list_columns(self._storage, prefix, after=after)
+            yield from self._storage.list_columns(prefix, after=after)
             return
         if self._folder.exists():
             remove_tree(self._folder)
@@ -137,7 +150,7 @@ def list_range(storage: Storage, task: Task) -> None:
     """List the files of a range, `task.most` of them at most, into `task.rows`, with the ranges that are left of it."""
     batches: list[pa.RecordBatch] = []
     count, more = 0, False
-    for batch in list_columns(storage, after=task.after):
+    for batch in storage.list_columns(after=task.after):
         inside = batch if task.until is None else batch.slice(0, _count_up_to(batch.column("key"), task.until))
         batches.append(inside.slice(0, task.most - count))
         count += len(batches[-1])

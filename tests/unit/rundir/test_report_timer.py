@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from smalti.system import ReportTimer
+from smalti.rundir import ReportTimer
 
 
 def test_a_report_is_due_once_after_each_interval():
