@@ -6,11 +6,12 @@ import torch
 from hypothesis import given, strategies as st
 from safetensors.torch import load_file
 
+from smalti.checkpoint.dtypes import NAMES
 from smalti.checkpoint.format.manifest import read_manifest
 from smalti.checkpoint.format.safetensors_layout import Chunk
 from smalti.checkpoint.format.store import CheckpointStore
 from smalti.checkpoint.format.verification import verify
-from smalti.checkpoint.planning import NAMES, check_complete, divide, plan_on_all_ranks
+from smalti.checkpoint.planning import check_complete, divide, plan_on_all_ranks
 from smalti.checkpoint.reader import load
 from smalti.checkpoint.snapshot import Snapshot
 from smalti.checkpoint.writer import SaveError, save

@@ -18,6 +18,7 @@ from .conversion.new_folder import (
     check_free_space as check_free_space,
     make_folder as make_folder,
 )
+from .dtypes import DTYPES as DTYPES, NAMES as NAMES
 from .format.content_validation import find_inconsistencies as find_inconsistencies
 from .format.full_weights import write_weights as write_weights
 from .format.manifest import (
@@ -61,8 +62,6 @@ from .format.verification import (
 )
 from .places import ListedCheckpoint as ListedCheckpoint, RunPlace as RunPlace
 from .planning import (
-    DTYPES as DTYPES,
-    NAMES as NAMES,
     Chunks as Chunks,
     decode_chunks as decode_chunks,
     encode_chunks as encode_chunks,

@@ -4,7 +4,6 @@ Ranks exchange what they hold; from that, every rank computes the same plan. A s
 several ranks hold (replicated parameters, replicas of a shard) is written once, by the rank with the fewest bytes to write.
 
 The chunks of a rank come from torch's distributed-checkpoint planner, which knows every kind of sharded tensor.
-Types of tensors have the names that safetensors gives them.
 """
 
 from __future__ import annotations
@@ -22,33 +21,10 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.tensor import DTensor
 
+from smalti.checkpoint.dtypes import NAMES
 from smalti.checkpoint.format.safetensors_layout import Chunk, join
 from smalti.errors import CheckpointError
 from smalti.parallel import Communicator, run_on_all_ranks
-
-NAMES: Mapping[torch.dtype, str] = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e4m3fnuz: "F8_E4M3FNUZ",
-    torch.float8_e5m2: "F8_E5M2",
-    torch.float8_e5m2fnuz: "F8_E5M2FNUZ",
-    torch.complex64: "C64",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint64: "U64",
-    torch.uint32: "U32",
-    torch.uint16: "U16",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
-
-DTYPES: Mapping[str, torch.dtype] = {name: dtype for dtype, name in NAMES.items()}
-
 
 Chunks = dict[str, Chunk]
 """One rank's chunks by tensor name; a rank holds at most one chunk of a tensor."""

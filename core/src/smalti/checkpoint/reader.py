@@ -15,13 +15,14 @@ from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 
+from smalti.checkpoint.dtypes import DTYPES
 from smalti.checkpoint.format.content_validation import STATEFUL_OPTIMIZERS
 from smalti.checkpoint.format.manifest import GROUPS, STATE, Manifest, read_manifest
 from smalti.checkpoint.format.safetensors_layout import StoredTensor, stored_tensors
 from smalti.checkpoint.format.safetensors_reader import TensorFiles
 from smalti.checkpoint.format.state_file import read_state
 from smalti.checkpoint.format.verification import verify
-from smalti.checkpoint.planning import DTYPES, memory
+from smalti.checkpoint.planning import memory
 from smalti.checkpoint.snapshot import Snapshot
 from smalti.errors import CheckpointError
 from smalti.parallel import (

@@ -19,11 +19,12 @@ from torch import Tensor
 from smalti.checkpoint.conversion.export_request import Computed, ExportRequest, Usage
 from smalti.checkpoint.conversion.formats import OwnCheckpoint
 from smalti.checkpoint.conversion.new_folder import check_free_space
+from smalti.checkpoint.dtypes import DTYPES, NAMES
 from smalti.checkpoint.format.full_weights import write_weights
 from smalti.checkpoint.format.manifest import FileRecord
 from smalti.checkpoint.format.safetensors_layout import Chunk, StoredTensor, encode_header
 from smalti.checkpoint.format.verification import matches, write_with_digest
-from smalti.checkpoint.planning import DTYPES, NAMES, memory
+from smalti.checkpoint.planning import memory
 from smalti.errors import UserError
 from smalti.system import Block, files
 
