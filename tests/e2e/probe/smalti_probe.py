@@ -127,7 +127,8 @@ class Probe:
         if self.kind == "stuck":
             output.register_hook(wait_for_ever)
         if self.kind == "memory":
-            torch.distributed.destroy_process_group = wait_for_ever
+            if int(os.environ.get("WORLD_SIZE", "1")) > 1:  # not in a process that trains again
+                torch.distributed.destroy_process_group = wait_for_ever
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
         return None
 
