@@ -88,7 +88,7 @@ def _unchanged(spec: DatasetSpec, source: MetadataSource, cache: Path) -> Datase
 
 def scan_part(spec: DatasetSpec, storage: Storage, source: MetadataSource, cache: Path, task: Task) -> None:
     """Do a part of another rank's scan of the index `cache`."""
-    from smalti.data.scan.changes import EarlierRows
+    from smalti.data.scan.earlier import EarlierRows
     from smalti.data.scan.rows import Rows
 
     wait_for(Path(task.listed))
@@ -112,7 +112,7 @@ class _Scan:
 
     def write(self, sink: BinaryIO | pa.NativeFile, earlier: list[Path], progress: Progress | None) -> None:
         """Scan, and write the index. `earlier` are files with rows that may be reused."""
-        from smalti.data.scan.changes import EarlierRows  # imported here: few processes need pyarrow.compute
+        from smalti.data.scan.earlier import EarlierRows  # imported here: few processes need pyarrow.compute
         from smalti.data.scan.rows import Rows, without_caption
 
         rows = Rows(spec=self.spec, storage=self.storage, source=self.source, earlier=EarlierRows.open(self.spec, earlier))

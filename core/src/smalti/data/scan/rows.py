@@ -22,7 +22,7 @@ from smalti.data.datasets.captions import (
 )
 from smalti.data.datasets.sources import Listed, MetadataSource
 from smalti.data.datasets.spec import DatasetSpec
-from smalti.data.scan.changes import EarlierRows
+from smalti.data.scan.earlier import EarlierRows
 from smalti.data.scan.image_sizes import read_header
 from smalti.data.scan.index_file import SCHEMA
 from smalti.data.scan.quarantine import BadSampleError
