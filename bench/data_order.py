@@ -31,7 +31,7 @@ from smalti.data.datasets.spec import DatasetSpec
 from smalti.data.prepared import DataRules, PreparedData, prepare
 from smalti.data.scan.index import DatasetIndex
 from smalti.data.scan.index_file import SCHEMA, IndexDigests, IndexFile, Summary
-from smalti.data.sources.image_files import Discovery
+from smalti.data.sources.discovery import Discovery
 from smalti.data.storage.local import LocalStorage
 
 CHUNK = 1 << 17
