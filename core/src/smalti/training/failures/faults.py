@@ -189,7 +189,7 @@ def answer_reported(run: Run) -> None:
 
 
 def decide(plugins: Plugins, state: RunState, fault: GpuFault, info: RankInfo | None) -> FaultAction:
-    """The largest action of the plugins. It is recorded where `info` is known, and told to the plugins."""
+    """The largest action of the plugins. It is recorded where `info` is known, and reported to the plugins."""
     answers = ask_each(plugins, HookSpecs.on_gpu_fault, state, fault=fault)
     others = [action for name, action in answers.items() if name != _DEFAULT] or list(answers.values())
     action = max(others, default=FaultAction.STOP_UNSAVED)
