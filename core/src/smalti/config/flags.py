@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from pydantic import BeforeValidator
 
-from smalti.config.core_options.retired import is_retired, retired_problem
+from smalti.config.core_options.retired import is_retired, report_retired
 from smalti.config.options import Given, Option, Schema, unknown
 from smalti.config.sources import put_translated
 from smalti.errors import Problem
@@ -75,8 +75,8 @@ def _translated(
     for flag in filter(translated.rest.__contains__, others):
         if not is_retired(flag):
             problems.append(unknown(flag, schema, where=_WHERE))
-        elif problem := retired_problem(flag, others[flag], _WHERE):
-            problems.append(problem)
+        else:
+            report_retired(flag, others[flag], _WHERE, problems, notices)
     return found
 
 

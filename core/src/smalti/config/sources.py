@@ -10,7 +10,7 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from smalti.config import accelerate_yaml
-from smalti.config.core_options.retired import is_retired, retired_problem
+from smalti.config.core_options.retired import is_retired, report_retired
 from smalti.config.files import expand, variables_in
 from smalti.config.kept_defaults import TABLE
 from smalti.config.known_packages import package_of_command
@@ -52,7 +52,7 @@ def environment_layer(
         name = variable(spelling)
         option = schema.find(spelling)
         if option is None and is_retired(spelling):
-            problems += filter(None, [retired_problem(spelling, value, f"environment variable {name}")])
+            report_retired(spelling, value, f"environment variable {name}", problems, notices)
         elif option is None:
             problems.append(unknown(spelling, schema, where=f"environment variable {name}"))
         else:
@@ -74,7 +74,7 @@ def file_layer(
             continue
         option = schema.find(key)
         if option is None and is_retired(key):
-            problems += filter(None, [retired_problem(key, raw, file)])
+            report_retired(key, raw, file, problems, notices)
             continue
         if option is None and key.startswith(_COMMENTS):
             continue
