@@ -15,7 +15,6 @@ from pyarrow import parquet
 
 from smalti import ExitCode, GpuFault, RunState
 from smalti.cli.arguments import CommandLine
-from smalti.cli.entry import main
 from smalti.config.known_packages import PACKAGES
 from smalti.config.options import Schema
 from smalti.data.datasets.spec import catalog_of
@@ -28,6 +27,7 @@ from smalti_deepspeed.optimizers import normalised
 from smalti_fsdp2 import accelerate_plugin
 from smalti_fsdp2.options import FsdpOptions
 from smalti_health.webhooks.events import Source, gpu_fault
+from support.commands import commands
 
 DEFAULTS = {
     "fsdp_enable": False,
@@ -293,13 +293,11 @@ def test_a_run_is_refused_or_planned_with_these_words(folder, capsys, name):
     options |= {"output_dir": "run", "instance_data_dir": "photos", "caption_strategy": "filename"}
     options |= {} if YAML in flags else {"accelerate_config": "none"}
     words = [*(["c.json"] if "c.json" in files else []), *(f"--{key}={value}" for key, value in options.items()), *flags]
-    with pytest.raises(SystemExit) as left:
-        main(["train", *words, "--dry-run", "--json"])
-    answer = capsys.readouterr()
-    told = json.loads(answer.out)
-    lines = [answer.out]
+    code, output, _ = commands(capsys, "train")(*words, "--dry-run", "--json")
+    told = json.loads(output)
+    lines = [output]
     lines += [f"{each['message']}\n{each['fix']}" for each in told.get("problems", ())] + told.get("notices", [])
-    assert (left.value.code, [text for text in texts if text not in "\n".join(lines)]) == (expected, []), answer.out
+    assert (code, [text for text in texts if text not in "\n".join(lines)]) == (expected, []), output
 
 
 @pytest.mark.parametrize("strategy", ["--fsdp_enable", f"--deepspeed_config={ZERO2}"])
@@ -405,7 +403,5 @@ def test_a_fault_is_the_event_gpu_fault_and_has_an_exit_code_of_its_own(tmp_path
 def test_a_command_answers(folder, monkeypatch, capsys, words, code, text):
     monkeypatch.setenv("XDG_CACHE_HOME", str(folder))
     write("a.yaml", FSDP_YAML["a.yaml"])
-    with pytest.raises(SystemExit) as left:
-        main(list(words))
-    answer = capsys.readouterr()
-    assert (left.value.code, text in answer.out + answer.err) == (code, True)
+    found, output, errors = commands(capsys)(*words)
+    assert (found, text in output + errors) == (code, True)

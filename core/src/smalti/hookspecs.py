@@ -75,7 +75,6 @@ from typing import TYPE_CHECKING
 import pluggy
 
 from smalti.errors import ExitCode, Problem, UserError
-from smalti.rundir import EventWriter, Phase, RunDirectory
 from smalti.types import (
     Block,
     CacheEntry,
@@ -111,6 +110,7 @@ if TYPE_CHECKING:
     from smalti.config import Config, OptionGroup
     from smalti.models import ModelFamily, Weights
     from smalti.parallel import Communicator, Parallel
+    from smalti.rundir import EventWriter, Phase, RunDirectory
 
 PROJECT = "smalti"
 hookimpl = pluggy.HookimplMarker(PROJECT)

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 import smalti_cache.directory
-from smalti.cli.entry import main
 from smalti.data.storage.local import LocalStorage
 from smalti_cache.contents import cached_encodings_in, digest_of
 from smalti_cache.directory import default_folder
@@ -19,6 +18,7 @@ from smalti_cache.earlier import EarlierParts
 from smalti_cache.pack import PackBuilder
 from smalti_cache.store import PackStore
 from support.cache_parts import earlier_part
+from support.commands import commands
 
 
 @pytest.fixture(autouse=True)
@@ -28,13 +28,7 @@ def no_other_plugins(monkeypatch):
 
 @pytest.fixture
 def run(capsys):
-    def call(*words: str) -> tuple[int, str, str]:
-        with pytest.raises(SystemExit) as left:
-            main(["cache", *words])
-        captured = capsys.readouterr()
-        return int(left.value.code), captured.out, captured.err
-
-    return call
+    return commands(capsys, "cache")
 
 
 def store_in(root, kind, family, *packs):

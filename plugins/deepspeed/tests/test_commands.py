@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 
 from smalti import ConfigError, UserError
-from smalti.cli.entry import main
 from smalti.config.resolution import resolve
 from smalti.plugins.discovery import Selection, load_plugins
 from smalti.plugins.schema import schema_of
 from smalti_deepspeed.builder import FIELDS, Choices, build, choices_of
 from smalti_deepspeed.templates import apply_template, save_template, template, templates
+from support.commands import commands
 
 SCHEMA = schema_of(load_plugins(Selection(only=("deepspeed",))))
 ZERO2 = {"zero_optimization": {"stage": 2}}
@@ -31,14 +31,7 @@ def _home(tmp_path, monkeypatch):
 @pytest.fixture
 def run(capsys):
     """run(*words) -> (exit code, stdout, stderr) of `smalti WORDS`."""
-
-    def call(*words: object) -> tuple[int, str, str]:
-        with pytest.raises(SystemExit) as left:
-            main([str(word) for word in words])
-        reported = capsys.readouterr()
-        return int(left.value.code), reported.out, reported.err
-
-    return call
+    return commands(capsys)
 
 
 @pytest.fixture

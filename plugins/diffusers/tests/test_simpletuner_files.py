@@ -7,7 +7,7 @@ import pytest
 import tiny
 from PIL import Image
 
-from smalti.cli.entry import main
+from support.commands import commands
 
 EVERYWHERE = {
     "aspect_bucket_rounding": 2,
@@ -103,10 +103,8 @@ def dry_run(tmp_path, monkeypatch, capsys):
     def check(values: dict[str, object], *flags: str) -> tuple[int, dict]:
         paths = {"data_backend_config": "data.json", "output_dir": "out", "pretrained_model_name_or_path": "model"}
         Path("config.json").write_text(json.dumps({**values, **paths}))
-        with pytest.raises(SystemExit) as left:
-            main(["train", "config.json", "--dry-run", "--json", "--use_cpu", *flags])
-        shown = capsys.readouterr()
-        return int(left.value.code or 0), json.loads("{" + shown.out.partition("{")[2])  # after a line of DeepSpeed
+        code, output, _ = commands(capsys, "train")("config.json", "--dry-run", "--json", "--use_cpu", *flags)
+        return code, json.loads("{" + output.partition("{")[2])  # after a line of DeepSpeed
 
     return check
 

@@ -8,7 +8,6 @@ import torch
 from PIL import Image
 
 from smalti import Config, UserError
-from smalti.cli.entry import main
 from smalti.config.resolution import resolve, restore
 from smalti.hookspecs import HookSpecs
 from smalti.launch.preflight import Preparation
@@ -16,6 +15,7 @@ from smalti.plugins.discovery import Selection, load_plugins
 from smalti.plugins.lookup import check_strategy, choose_distributed
 from smalti.plugins.schema import schema_of
 from smalti_fsdp2 import checks
+from support.commands import commands
 
 PLUGINS = load_plugins(Selection(only=("fsdp2", "toy")))
 
@@ -108,9 +108,9 @@ def dry_run(tmp_path, capsys):
     data = ("--caption_strategy=filename", f"--instance_data_dir={tmp_path / 'photos'}", "--allow_dataset_oversubscription")
 
     def call(*flags: str) -> tuple[int, list[dict[str, str]]]:
-        with pytest.raises(SystemExit) as left:
-            main(["train", *run, *data, "--context_parallel_size=2", "--num_processes=2", "--dry-run", "--json", *flags])
-        return int(left.value.code), json.loads(capsys.readouterr().out).get("problems", [])
+        split = ("--context_parallel_size=2", "--num_processes=2", "--dry-run", "--json")
+        code, output, _ = commands(capsys, "train")(*run, *data, *split, *flags)
+        return code, json.loads(output).get("problems", [])
 
     return call
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from smalti.cli.entry import main
+from support.commands import commands
 
 DATA = Path(__file__).parents[3] / "tests" / "data"
 
@@ -17,14 +17,7 @@ def run(capsys, monkeypatch, tmp_path):
     """run("config", ...) -> (exit code, output, errors), with this plugin and nothing of the developer's own."""
     monkeypatch.setenv("HF_HOME", str(tmp_path / "huggingface"))
     monkeypatch.setenv("SMALTI_PLUGINS", "fsdp2")
-
-    def call(*words: str) -> tuple[int, str, str]:
-        with pytest.raises(SystemExit) as left:
-            main(["config", *words])
-        captured = capsys.readouterr()
-        return int(left.value.code), captured.out, captured.err
-
-    return call
+    return commands(capsys, "config")
 
 
 def test_what_is_imported_means_what_the_file_means(run, tmp_path):

@@ -5,13 +5,13 @@ import json
 import pytest
 
 from smalti import OptionGroup, Options, UserError
-from smalti.cli.entry import main
 from smalti.config import Schema, recognize
 from smalti_migrate.kohya import tables as kohya
 from smalti_migrate.onetrainer import tables as onetrainer
 from smalti_migrate.simpletuner.dialect import SimpleTuner, SimpleTunerOptions
 from smalti_migrate.simpletuner.options import ENVIRONMENT
 from smalti_testing.commands import check_commands
+from support.commands import commands
 
 KOHYA = "network_module = 'networks.lora'\nunet_lr = 1e-4"
 AITOOLKIT = "job: extension\nconfig:\n  process:\n  - type: sd_trainer"
@@ -23,10 +23,9 @@ def refused(capsys, monkeypatch):
     monkeypatch.setenv("SMALTI_PLUGINS", "toy,migrate")
 
     def call(*words: object) -> str:
-        with pytest.raises(SystemExit) as left:
-            main(list(map(str, words)))
-        assert left.value.code == 2
-        return capsys.readouterr().err
+        code, _, errors = commands(capsys)(*words)
+        assert code == 2
+        return errors
 
     return call
 
@@ -46,10 +45,9 @@ def test_an_import_goes_to_a_new_file_only(refused, write, tmp_path, capsys):
     (tmp_path / "mine.toml").write_text("mine = 1")
     assert "already exists" in refused("config", "import", path, f"--to={tmp_path / 'mine.toml'}")
     assert (tmp_path / "mine.toml").read_text() == "mine = 1"
-    with pytest.raises(SystemExit) as left:
-        main(["config", "import", str(path), "--json", "--model_family=sdxl"])
-    found = json.loads(capsys.readouterr().out)
-    assert (left.value.code, found["values"]["learning_rate"]["value"]) == (0, 1e-4)
+    code, output, _ = commands(capsys, "config")("import", path, "--json", "--model_family=sdxl")
+    found = json.loads(output)
+    assert (code, found["values"]["learning_rate"]["value"]) == (0, 1e-4)
     assert {each["where"] for each in found["left"]} == {"datasets", "default of kohya's sd-scripts: network_train_unet_only"}
 
 

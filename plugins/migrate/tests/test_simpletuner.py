@@ -8,6 +8,7 @@ from smalti.cli.entry import main
 from smalti.config.resolution import resolve
 from smalti_migrate.commented_toml import as_toml
 from smalti_migrate.importing import import_files
+from support.commands import commands
 
 CONFIG = {
     "--model_family": "flux",
@@ -139,10 +140,9 @@ def test_datasets_of_storages_and_tables_that_plugins_have_are_kept(monkeypatch,
         {"id": "near", "instance_data_dir": "cats", "metadata_backend": "parquet", "parquet": {"path": "t.parquet"}},
     ]
     monkeypatch.setenv("SMALTI_PLUGINS", "migrate,storage_s3,data")
-    with pytest.raises(SystemExit) as left:
-        main(["config", "import", str(write("data.json", json.dumps(rows))), "--json"])
-    found = json.loads(capsys.readouterr().out)
-    assert (left.value.code, [each["id"]["value"] for each in found["datasets"]], found["left"]) == (0, ["far", "near"], [])
+    code, output, _ = commands(capsys, "config")("import", write("data.json", json.dumps(rows)), "--json")
+    found = json.loads(output)
+    assert (code, [each["id"]["value"] for each in found["datasets"]], found["left"]) == (0, ["far", "near"], [])
 
 
 def test_extra_arguments_of_config_env_are_read_as_a_command_line(imported):

@@ -5,7 +5,6 @@ import json
 import pytest
 import torch
 
-from smalti.cli.entry import main
 from smalti.config import resolve
 from smalti.data import StorageError, catalog_of
 from smalti.data.storage.protocol import Storage
@@ -15,6 +14,7 @@ from smalti_cache.encode_ahead import open_encoder
 from smalti_cache.pack import PackBuilder
 from smalti_cache.store import PackStore
 from smalti_testing import TinyFamily
+from support.commands import commands
 
 OTHERS = {"caches/latents-notes/a.txt", "caches/other/x.safetensors", "caches/texts-notes.txt"}
 
@@ -32,13 +32,7 @@ def store_on(storage: Storage, kind: str, family: str) -> str:
 
 @pytest.fixture
 def run(capsys):
-    def call(*words: str) -> tuple[int, str, str]:
-        with pytest.raises(SystemExit) as left:
-            main(["cache", *words])
-        captured = capsys.readouterr()
-        return int(left.value.code), captured.out, captured.err
-
-    return call
+    return commands(capsys, "cache")
 
 
 def test_caches_in_a_bucket_are_listed_verified_and_removed_with_nothing_else(store, opened, options, tmp_path, run):

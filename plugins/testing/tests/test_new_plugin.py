@@ -10,8 +10,8 @@ from shlex import quote
 
 import pytest
 
-from smalti.cli import main
 from smalti_testing.new_plugin import KINDS
+from support.commands import commands
 
 ROOT = Path(__file__).parents[3]
 
@@ -23,10 +23,7 @@ def folder(tmp_path, monkeypatch):
 
 
 def new(capsys, *words: str) -> tuple[int, str, str]:
-    with pytest.raises(SystemExit) as left:
-        main(["plugin", "new", *words])
-    said = capsys.readouterr()
-    return int(left.value.code or 0), said.out, said.err
+    return commands(capsys, "plugin")("new", *words)
 
 
 def test_every_kind_has_templates_and_the_other_way_round():
@@ -65,10 +62,8 @@ def test_the_package_that_the_trial_needs_comes_first(capsys, monkeypatch):
 def test_without_the_package_its_commands_name_it(capsys, monkeypatch, words):
     monkeypatch.setenv("SMALTI_WITHOUT", "testing")
     monkeypatch.setattr("smalti.config.known_packages.installed", lambda name: False)
-    with pytest.raises(SystemExit) as left:
-        main(list(words))
-    errors = capsys.readouterr().err
-    assert (left.value.code, f"fix: pip install {quote(str(ROOT / 'plugins/testing'))}\n" in errors) == (4, True)
+    code, _, errors = commands(capsys)(*words)
+    assert (code, f"fix: pip install {quote(str(ROOT / 'plugins/testing'))}\n" in errors) == (4, True)
 
 
 def test_it_needs_no_torch(folder):

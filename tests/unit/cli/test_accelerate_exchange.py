@@ -6,9 +6,9 @@ import tomllib
 import pytest
 import yaml
 
-from smalti.cli.entry import main
 from smalti.config.resolution import resolve
 from smalti.config.toml import put_into
+from support.commands import commands
 
 MINIMAL = "distributed_type: MULTI_GPU\nnum_processes: 8\nmixed_precision: 'no'\ngpu_ids: 0,1,2,3,4,5,6,7\ndebug: false\n"
 
@@ -17,14 +17,7 @@ MINIMAL = "distributed_type: MULTI_GPU\nnum_processes: 8\nmixed_precision: 'no'\
 def run(capsys, monkeypatch):
     """run("import-accelerate", ...) -> (exit code, output, errors), with the built-in plugins."""
     monkeypatch.setenv("SMALTI_WITHOUT", "all")
-
-    def call(*words: object) -> tuple[int, str, str]:
-        with pytest.raises(SystemExit) as left:
-            main(["config", *map(str, words)])
-        captured = capsys.readouterr()
-        return int(left.value.code), captured.out, captured.err
-
-    return call
+    return commands(capsys, "config")
 
 
 # --- import ---------------------------------------------------------------------------------------------------------

@@ -7,10 +7,10 @@ import sys
 
 import pytest
 
-from smalti.cli.entry import main
 from smalti.errors import UserError
 from smalti.plugins.caches import CacheFile, find_cache, list_caches
 from smalti.types import Cleared
+from support.commands import commands
 
 
 @pytest.fixture(autouse=True)
@@ -57,13 +57,7 @@ def attic(monkeypatch, tmp_path):
 
 @pytest.fixture
 def run(capsys):
-    def call(*words: str) -> tuple[int, str, str]:
-        with pytest.raises(SystemExit) as left:
-            main(["cache", *words])
-        captured = capsys.readouterr()
-        return int(left.value.code), captured.out, captured.err
-
-    return call
+    return commands(capsys, "cache")
 
 
 # --- the file -------------------------------------------------------------------------------------------------------

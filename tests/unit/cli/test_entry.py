@@ -9,21 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from smalti.cli.entry import main
+from support.commands import commands
 
 
 @pytest.fixture
 def run(capsys, monkeypatch):
     """run("config", "show") -> (exit code, output, errors), in this process."""
     monkeypatch.setenv("COLUMNS", "200")
-
-    def call(*words: str) -> tuple[int, str, str]:
-        with pytest.raises(SystemExit) as left:
-            main(list(words))
-        captured = capsys.readouterr()
-        return int(left.value.code), captured.out, captured.err
-
-    return call
+    return commands(capsys)
 
 
 WITHOUT_TORCH = {

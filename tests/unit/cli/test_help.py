@@ -9,7 +9,7 @@ import termios
 
 import pytest
 
-from smalti.cli.entry import main
+from support.commands import commands
 
 ESCAPE = "\x1b["
 
@@ -20,11 +20,9 @@ def out(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
 
     def call(*words: str, code: int = 0) -> str:
-        with pytest.raises(SystemExit) as left:
-            main(list(words))
-        captured = capsys.readouterr()
-        assert left.value.code == code, captured.err
-        return captured.out if code == 0 else captured.err
+        found, output, errors = commands(capsys)(*words)
+        assert found == code, errors
+        return output if code == 0 else errors
 
     return call
 

@@ -4,12 +4,12 @@ import json
 
 import pytest
 
-from smalti.cli.entry import main
 from smalti.config import TABLES, known_packages, parse_value
 from smalti.config.other_trainers import KOHYA_KEYS, recognize
 from smalti.errors import ConfigError
 from smalti.plugins.discovery import load_plugins
 from smalti.plugins.schema import schema_of
+from support.commands import commands
 
 KOHYA_DATA = '[[datasets]]\nresolution = 512\n[[datasets.subsets]]\nimage_dir = "x"'
 FILES = {
@@ -45,10 +45,9 @@ def refused(capsys, monkeypatch):
     monkeypatch.setenv("SMALTI_PLUGINS", "toy")
 
     def call(*words: object, code: int = 2) -> str:
-        with pytest.raises(SystemExit) as left:
-            main(list(map(str, words)))
-        assert left.value.code == code
-        return capsys.readouterr().err
+        found, _, errors = commands(capsys)(*words)
+        assert found == code
+        return errors
 
     return call
 

@@ -10,8 +10,10 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from smalti.rundir import RunDirectory
+if TYPE_CHECKING:
+    from smalti.rundir import RunDirectory
 
 KEPT = "default when the run began"
 """Prefix of the source of a value that is the default of the version that started the run."""
@@ -37,6 +39,8 @@ def kept_defaults(output_dir: object, content: Mapping[str, object], file: Path 
 
     `content` is what the file holds.
     """
+    from smalti.rundir import RunDirectory
+
     if isinstance(output_dir, str | Path) and (found := _of_run(RunDirectory(output_dir), notices)) is not None:
         return found
     table = content.get(TABLE)

@@ -18,7 +18,6 @@ from functools import cache
 from pathlib import Path
 from typing import Annotated, Self
 
-import psutil
 from pydantic import AliasChoices, Field
 
 _PROC = Path("/proc")
@@ -66,6 +65,8 @@ class Process:
 
     def status(self) -> str:
         """Its state as the system names it ("sleeping", "disk-sleep", "stopped" ...); "" if that is unknown."""
+        import psutil
+
         if not self.alive():
             return ""
         try:
@@ -147,6 +148,8 @@ def die_with_parent() -> None:
 
 
 def _has_ended(pid: int) -> bool:
+    import psutil
+
     try:
         return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:

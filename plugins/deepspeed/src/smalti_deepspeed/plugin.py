@@ -8,6 +8,7 @@ from smalti import (
     Block,
     CacheEntry,
     CheckpointFormat,
+    CommandCollector,
     Config,
     DistributedPlan,
     Finding,
@@ -26,7 +27,6 @@ from smalti_deepspeed.optimizers import ENTRIES, deepspeed_name
 from smalti_deepspeed.options import DeepSpeedOptions, enabled
 
 if TYPE_CHECKING:
-    import click
     from torch import nn
 
     from smalti.models import Weights
@@ -49,10 +49,8 @@ class DeepSpeed:
         return problems(config)
 
     @hookimpl
-    def register_commands(self, commands: click.Group) -> None:
-        from smalti_deepspeed.commands import deepspeed
-
-        commands.add_command(deepspeed)
+    def register_commands(self, commands: CommandCollector) -> None:
+        commands.add_deferred("smalti_deepspeed.commands:deepspeed", "Build, check and store DeepSpeed configurations.")
 
     @hookimpl
     def register_optimizers(self) -> list[OptimizerEntry]:

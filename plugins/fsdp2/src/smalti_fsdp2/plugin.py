@@ -9,6 +9,7 @@ from smalti import (
     CacheEntry,
     Checkpoint,
     CheckpointFormat,
+    CommandCollector,
     Config,
     DistributedPlan,
     Finding,
@@ -26,7 +27,6 @@ from smalti_fsdp2.options import ContextOptions, FsdpOptions, enabled, named_cla
 if TYPE_CHECKING:
     from pathlib import Path
 
-    import click
     from torch import nn
 
     from smalti.checkpoint import Snapshot
@@ -67,10 +67,9 @@ class Fsdp:
         return problems(config)
 
     @hookimpl
-    def register_commands(self, commands: click.Group) -> None:
-        from smalti_fsdp2.commands import detect_blocks
-
-        commands.add_command(detect_blocks)
+    def register_commands(self, commands: CommandCollector) -> None:
+        summary = "Find the repeated blocks of a model that FSDP should wrap."
+        commands.add_deferred("smalti_fsdp2.commands:detect_blocks", summary)
 
     @hookimpl
     def register_caches(self) -> list[CacheEntry]:

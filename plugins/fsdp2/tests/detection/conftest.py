@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from smalti.cli.entry import main
 from smalti.config.config import Config
 from smalti.config.resolution import resolve
 from smalti.plugins.discovery import Selection, load_plugins
 from smalti.plugins.registry import Plugins
 from smalti.plugins.schema import schema_of
+from support.commands import commands
 
 SITE = Path(__file__).parent / "site"
 
@@ -70,11 +70,4 @@ def checkpoint(tmp_path):
 @pytest.fixture
 def run(capsys, site):
     """run("detect-blocks", ...) -> (exit code, output, errors), in this process."""
-
-    def call(*words: str) -> tuple[int, str, str]:
-        with pytest.raises(SystemExit) as left:
-            main(list(words))
-        captured = capsys.readouterr()
-        return int(left.value.code), captured.out, captured.err
-
-    return call
+    return commands(capsys)
