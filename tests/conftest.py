@@ -2,18 +2,21 @@
 
 import os
 import signal
-import sys
 from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
 
-from smalti.config.config import Config
 from smalti.config.options import Schema
-from smalti.config.resolution import resolve
 from smalti.plugins.discovery import Selection, load_plugins
 from smalti.plugins.registry import Plugins
 from smalti.plugins.schema import schema_of
+from support.fixtures import (
+    configure as configure,
+    no_settings_from_outside as no_settings_from_outside,
+    smalti as smalti,
+    write as write,
+)
 from support.nodes.fixtures import two_nodes as two_nodes, warm_nodes as warm_nodes
 
 DATA = Path(__file__).parent / "data"
@@ -54,15 +57,6 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
         )
 
 
-@pytest.fixture(autouse=True)
-def no_settings_from_outside(monkeypatch, tmp_path_factory):
-    """The environment of a fresh account: no SMALTI_ variables, no Accelerate configuration."""
-    for name in os.environ:
-        if name.startswith(("SMALTI_", "ACCELERATE_")):
-            monkeypatch.delenv(name)
-    monkeypatch.setenv("HF_HOME", str(tmp_path_factory.getbasetemp() / "no-huggingface-home"))
-
-
 @pytest.fixture(scope="session")
 def data() -> Path:
     return DATA
@@ -78,31 +72,3 @@ def plugins() -> Plugins:
 def schema() -> Schema:
     """The options of the built-in plugins, of the toy family and of trackers, which are free texts and lists."""
     return schema_of(load_plugins(Selection(only=("toy", "trackers"))))
-
-
-@pytest.fixture
-def configure(schema):
-    """configure("--flag=1", file=PATH, environment={...}) -> Config, as if nothing else were set."""
-
-    def give(*flags: str, file: Path | None = None, environment: dict[str, str] | None = None) -> Config:
-        return resolve(schema, flags, file=file, environment=environment or {})
-
-    return give
-
-
-@pytest.fixture
-def write(tmp_path):
-    """write("name.toml", text) -> the path of a file with this text."""
-
-    def put(name: str, text: str) -> Path:
-        path = tmp_path / name
-        path.write_text(text, encoding="utf-8")
-        return path
-
-    return put
-
-
-@pytest.fixture(scope="session")
-def smalti() -> list[str]:
-    """The command line in a process of its own."""
-    return [sys.executable, "-m", "smalti"]

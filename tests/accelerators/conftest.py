@@ -4,10 +4,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from PIL import Image
 
 from accelerators.rehearsal import encoded, rehearse
 from support.forked_ranks import forked_processes
+from support.images import images_in
 
 PIPELINES = Path(__file__).parents[2] / "plugins/diffusers/tests/tiny.py"
 TOY = {"model_family": "toy", "toy_width": 32, "toy_depth": 2, "toy_heads": 2}
@@ -33,11 +33,7 @@ PIPELINE_MODULES = (
 @pytest.fixture(scope="session")
 def images(tmp_path_factory) -> Path:
     """Thirty-two squares with captions: two batches for 16 ranks."""
-    folder = tmp_path_factory.mktemp("images")
-    for number in range(32):
-        Image.new("RGB", (32, 32), (number * 8, 255 - number * 8, 128)).save(folder / f"{number:02d}.png")
-        (folder / f"{number:02d}.txt").write_text(f"a square of shade {number}")
-    return folder
+    return images_in(tmp_path_factory.mktemp("images"), 32, caption="a square of shade {}")
 
 
 @pytest.fixture(scope="session")

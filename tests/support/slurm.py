@@ -13,9 +13,10 @@ from pathlib import Path
 
 from smalti.rundir import RunDirectory
 
+from .images import images_in
 from .nodes import Cluster, forbidden
 from .nodes.cluster import NodeProcess
-from .nodes.runs import TINY, pictures
+from .nodes.runs import TINY
 
 _PROGRAMS = ("slurmctld", "slurmd", "munged", "sbatch", "srun", "scontrol", "squeue")
 _CONF = """
@@ -156,7 +157,12 @@ class SlurmRun:
         self.folder = slurm.cluster.place / "job"
         self.folder.mkdir(exist_ok=True)
         self.directory = RunDirectory(self.folder / "run")
-        values = {**TINY, "instance_data_dir": pictures(slurm.cluster.place), "output_dir": "run", **options}
+        values = {
+            **TINY,
+            "instance_data_dir": images_in(slurm.cluster.place / "images", 12, (24, 24)),
+            "output_dir": "run",
+            **options,
+        }
         config = "\n".join(f"{name} = {_toml(value)}" for name, value in values.items())
         (self.folder / "config.toml").write_text(config)
         script = self.folder / "run.sbatch"

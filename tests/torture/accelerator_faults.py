@@ -20,10 +20,11 @@ from smalti.training.failures.faults import is_fault
 from smalti.training.failures.out_of_memory import is_out_of_memory
 from smalti_health.circuits import open_circuit, repeated_fault, reset_circuit
 from smalti_health.hangs.stragglers import Stragglers
+from support.images import images_in
 from support.processes import workers
 from support.warm_processes import warm_processes
 
-from .runs import OPTIONS, pictures, start, tail
+from .runs import OPTIONS, start, tail
 from .subject import Report
 
 LIMIT_SECONDS = 5.0
@@ -90,7 +91,7 @@ def agreed_once(chance: Random, place: Path) -> Report:
 
 
 def _agreed(chance: Random, place: Path, *, faults: int, most: int = 4) -> Report:
-    report, folder, images = Report(), install(place), pictures(place)
+    report, folder, images = Report(), install(place), images_in(place / "images", 12, (24, 24))
     for number in range(faults):
         ranks, directory = chance.choice((2, most)), place / f"run-{number}"
         action = chance.choice(("STOP_SAVED", "STOP_SUSPECT", "STOP_UNSAVED"))

@@ -17,6 +17,7 @@ from smalti.checkpoint.format.safetensors_reader import TensorFiles
 from smalti.checkpoint.format.store import CheckpointStore
 from smalti.checkpoint.format.verification import verify
 from smalti.system import kill_tree
+from support.images import images_in
 from support.processes import living, workers
 
 from .subject import Report
@@ -36,23 +37,14 @@ OPTIONS = (
 )
 
 
-def pictures(place: Path) -> Path:
-    """Twelve small pictures with captions."""
-    from PIL import Image
-
-    folder = place / "pictures"
-    if not folder.exists():
-        folder.mkdir()
-        for number in range(12):
-            Image.new("RGB", (24, 24), (number * 20, 255 - number * 20, 99)).save(folder / f"{number}.png")
-            (folder / f"{number}.txt").write_text(f"colour {number}")
-    return folder
-
-
 def start(
     place: Path, name: str, ranks: int, steps: int, *, sharded: bool = False, more: Sequence[str] = ()
 ) -> subprocess.Popen[bytes]:
-    words = [f"--instance_data_dir={pictures(place)}", f"--output_dir={place / name}", f"--max_train_steps={steps}"]
+    words = [
+        f"--instance_data_dir={images_in(place / 'images', 12, (24, 24))}",
+        f"--output_dir={place / name}",
+        f"--max_train_steps={steps}",
+    ]
     words += [f"--num_processes={ranks}", f"--train_batch_size={4 // ranks}", "--without=plots"]
     words += ["--fsdp_enable"] if sharded else []
     return launch(place, name, [*words, *more])

@@ -7,12 +7,12 @@ import torch
 from adapters import Adapter, make_adapter
 from kinds import EVERY
 from pictured import PROMPT
-from PIL import Image
 
 from smalti.config.resolution import resolve
 from smalti.plugins.discovery import load_plugins
 from smalti.plugins.lookup import find_family
 from smalti.plugins.schema import schema_of
+from support.images import images_in
 from support.warm_processes import warm_processes
 
 OPTIONS = {
@@ -46,11 +46,7 @@ def adapter(tmp_path_factory):
 @pytest.fixture(scope="session")
 def pictures(tmp_path_factory) -> Path:
     """Four pictures with captions."""
-    folder = tmp_path_factory.mktemp("pictures")
-    for number in range(4):
-        Image.new("RGB", (16, 16), (60 * number, 255 - 60 * number, 90)).save(folder / f"{number}.png")
-        (folder / f"{number}.txt").write_text(f"colour {number}")
-    return folder
+    return images_in(tmp_path_factory.mktemp("pictures"), 4, (16, 16))
 
 
 @pytest.fixture(scope="session")

@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from PIL import Image
 from safetensors.torch import save_file
 
 from support.forked_popen import ForkedPopen, run_forked
 from support.hub_server import READ_TOKEN, TOKEN, HubServer, hub_server
+from support.images import images_in
 
 MODEL = "model.safetensors"
 TOY = (
@@ -40,11 +40,7 @@ def hub():
 
 @pytest.fixture(scope="module")
 def photos(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("photos")
-    for number in range(4):
-        Image.new("RGB", (32, 32), (number * 60, 100, 200)).save(folder / f"{number}.png")
-        (folder / f"{number}.txt").write_text("a square")
-    return folder
+    return images_in(tmp_path_factory.mktemp("photos"), 4, caption="a square")
 
 
 @pytest.fixture

@@ -1,7 +1,6 @@
 """Importing files of other trainers."""
 
 import tomllib
-from pathlib import Path
 
 import pytest
 
@@ -11,18 +10,7 @@ from smalti.plugins.discovery import load_plugins
 from smalti.plugins.schema import schema_of
 from smalti_migrate.commented_toml import as_toml
 from smalti_migrate.importing import import_files
-
-
-@pytest.fixture
-def write(tmp_path):
-    """write("name.toml", text) -> the path of a file with this text."""
-
-    def put(name: str, text: str) -> Path:
-        path = tmp_path / name
-        path.write_text(text, encoding="utf-8")
-        return path
-
-    return put
+from support.fixtures import write as write
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,6 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
-from PIL import Image
 
 from smalti.checkpoint import verify
 from smalti.cli.checkpoint import checkpoint
@@ -29,6 +28,7 @@ from smalti_testing.fault_proxy import Fault, FaultProxy, Rule
 from smalti_testing.object_store import juicefs, seaweed
 from support.checkpoints import make
 from support.forked_popen import ForkedPopen
+from support.images import images_in
 
 TOY = (
     "--model_family=toy",
@@ -158,11 +158,7 @@ def test_a_server_that_is_killed_loses_no_published_checkpoint(run, url, server,
 
 @pytest.fixture(scope="module")
 def photos(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("photos")
-    for number in range(4):
-        Image.new("RGB", (32, 32), (number * 60, 100, 200)).save(folder / f"{number}.png")
-        (folder / f"{number}.txt").write_text("a square")
-    return folder
+    return images_in(tmp_path_factory.mktemp("photos"), 4, caption="a square")
 
 
 @pytest.fixture

@@ -20,6 +20,7 @@ from smalti_webui.configs.drafts import Draft, drafts_of
 from smalti_webui.server.app import create_app
 from smalti_webui.server.serve import configuration, listen
 from smalti_webui.server.settings import Settings
+from support.images import images_in
 
 CHROMIUM = shutil.which("chromium")
 TINY = """# kept
@@ -204,12 +205,7 @@ def own_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def photos(root: Path) -> Path:
-    folder = root / "photos"
-    folder.mkdir()
-    for number in range(4):
-        Image.new("RGB", (32, 32), (60 * number, 90, 120)).save(folder / f"{number}.png")
-        (folder / f"{number}.txt").write_text("a colour")
-    return folder
+    return images_in(root / "photos", 4, caption="a colour")
 
 
 @pytest.fixture

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from smalti.rundir import RunDirectory
 
+from ..images import images_in
 from .cluster import Cluster, NodeProcess
 
 TINY: Mapping[str, object] = {
@@ -27,19 +28,6 @@ TINY: Mapping[str, object] = {
     "max_train_steps": 100_000,
 }
 PORT = 29500
-
-
-def pictures(place: Path) -> Path:
-    """Twelve small pictures with captions."""
-    from PIL import Image
-
-    folder = place / "pictures"
-    if not folder.exists():
-        folder.mkdir()
-        for number in range(12):
-            Image.new("RGB", (24, 24), (number * 20, 255 - number * 20, 99)).save(folder / f"{number}.png")
-            (folder / f"{number}.txt").write_text(f"colour {number}")
-    return folder
 
 
 def _each(value: object) -> list[object]:
@@ -74,7 +62,7 @@ class Run:
         self.processes: list[NodeProcess] = []
         for rank, node in enumerate(nodes):
             place = {"machine_rank": rank} if len(nodes) > 1 else {}
-            data = {"instance_data_dir": pictures(cluster.place), "output_dir": directory}
+            data = {"instance_data_dir": images_in(cluster.place / "images", 12, (24, 24)), "output_dir": directory}
             values = {**TINY, **data, **launch, **place, **options, **(own or {}).get(node, {})}
             words = [f"--{name}={each}" for name, value in values.items() for each in _each(value)]
             command = [sys.executable, "-m", "smalti", "train", *words]

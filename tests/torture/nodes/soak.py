@@ -21,8 +21,9 @@ from smalti_health.circuits import reset_circuit
 from smalti_testing import ObjectStore, seaweed
 from smalti_testing.http_receiver import Receiver, status
 from smalti_testing.nvml import FakeNvml
+from support.images import images_in
 from support.nodes import Cluster, forbidden
-from support.nodes.runs import Run, pictures
+from support.nodes.runs import Run
 
 from ..runs import tensors
 from ..subject import Report
@@ -180,7 +181,7 @@ def soak(chance: Random, place: Path, *, steps: int = 400, least: int = 6) -> Re
         print(f"      H: not possible here: {reason}", flush=True)
         return report
     with Cluster(2, warm=True) as cluster, seaweed(place / "store") as store, Receiver() as receiver:
-        for path in pictures(cluster.place).iterdir():
+        for path in images_in(cluster.place / "images", 12, (24, 24)).iterdir():
             store.request("PUT", f"pictures/{path.name}", path.read_bytes())
         addresses = {"s3": cluster.relay(store._port), "hook": cluster.relay(receiver.port)}
         trial = Soak(chance, place, cluster, store, receiver, report, addresses, steps=steps, ranks=chance.choice((1, 2)))
