@@ -7,9 +7,10 @@ skipped. Importing this module imports no torch; checks of a model family do.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -48,7 +49,7 @@ if TYPE_CHECKING:
 
     from smalti.data import DatasetSpec
     from smalti.models import ModelFamily
-    from smalti.training import DenoisingLoss
+    from smalti.training import DenoisingLoss, PeriodicWork
 
 T = TypeVar("T")
 
@@ -134,7 +135,8 @@ def _checked(config: Config, plugins: Plugins, *, thorough: bool, fetch: bool) -
     loss = checks.run(lambda: _loss(config, family)) if family else None
     notices: tuple[str, ...] = ()
     if family:
-        notices = checks.run(lambda: _periodic_work(config, plugins, family, datasets)) or ()
+        for work in checks.run(lambda: _periodic_work(config, plugins)) or ():
+            notices = (*notices, *(checks.run(partial(work.check, family, datasets)) or ()))
         checks.run(lambda: _regularisation(config, family, datasets))
         checks.run(lambda: _encoding(config, plugins, family))
         if distributed:
@@ -265,11 +267,11 @@ def _evaluation(config: Config, datasets: Iterable[DatasetSpec]) -> None:
         raise ConfigError([package.problem(message, f"dataset {name!r}") for name in held_out])
 
 
-def _periodic_work(config: Config, plugins: Plugins, family: ModelFamily, datasets: Sequence[DatasetSpec]) -> tuple[str, ...]:
-    """Notices about what the run does between steps. Raises UserError or ConfigError for what it cannot do."""
+def _periodic_work(config: Config, plugins: Plugins) -> list[PeriodicWork]:
+    """What the run does between steps. Raises what plugins raise that cannot do it."""
     from smalti.training import periodic_work
 
-    return tuple(notice for work in periodic_work(config, plugins) for notice in work.check(family, datasets))
+    return periodic_work(config, plugins)
 
 
 def _model(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import cast
@@ -226,7 +226,7 @@ class PeriodicWork:
     negative_texts: Sequence[str] = ()
     inputs: str = ""
 
-    def check(self, family: ModelFamily, datasets: Sequence[DatasetSpec]) -> Iterable[str]:
+    def check(self, family: ModelFamily, datasets: Sequence[DatasetSpec]) -> Sequence[str]:
         """Notices about settings without effect. Raises UserError or ConfigError for what cannot be done.
 
         Called in the launcher, before anything is launched.

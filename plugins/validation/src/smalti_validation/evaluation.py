@@ -9,7 +9,7 @@ Shapes: N held-out samples, T noise levels, B samples of a batch, latents (B, C,
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -41,10 +41,11 @@ class Evaluation(PeriodicWork):
         self.options = config[ValidationOptions]
         self._held_out: HeldOut | None = None
 
-    def check(self, family: ModelFamily, datasets: Sequence[DatasetSpec]) -> Iterator[str]:
+    def check(self, family: ModelFamily, datasets: Sequence[DatasetSpec]) -> list[str]:
         wanted = [name for name in ("eval_steps_interval", "eval_epoch_interval") if getattr(self.options, name)]
-        if wanted and not any(spec.dataset_type == "eval" for spec in datasets):
-            yield f"{' and '.join(wanted)} without effect: no dataset has the dataset_type eval"
+        if not wanted or any(spec.dataset_type == "eval" for spec in datasets):
+            return []
+        return [f"{' and '.join(wanted)} without effect: no dataset has the dataset_type eval"]
 
     def is_due(self, run: Run) -> bool:
         state, epochs, epoch_of = run.state, self.options.eval_epoch_interval, run.data.order.epoch_of
