@@ -70,5 +70,5 @@ def plugins() -> Plugins:
 
 @pytest.fixture(scope="session")
 def schema() -> Schema:
-    """The options of the built-in plugins, of the toy family and of trackers, which are free texts and lists."""
-    return schema_of(load_plugins(Selection(only=("toy", "trackers"))))
+    """The options of the built-in plugins and the toy family; of trackers and validation, which have free texts and lists."""
+    return schema_of(load_plugins(Selection(only=("toy", "trackers", "validation"))))

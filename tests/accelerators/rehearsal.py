@@ -83,13 +83,13 @@ def encoded(words: Sequence[str], pipelines: Path, name: str, folder: Path) -> N
     import importlib.util
 
     from smalti.cli.arguments import CommandLine
-    from smalti.config import validation_prompts
     from smalti.data.encoded import encode_ahead
     from smalti.data.from_options import scan_data
     from smalti.data.prepared import PreparedData
     from smalti.parallel.gloo import GlooCommunicator
     from smalti.plugins.lookup import find_family
     from smalti.rundir import Phases
+    from smalti.training.periodic import periodic_work
     from smalti.types import World
 
     spec = importlib.util.spec_from_file_location("tiny", pipelines)
@@ -102,7 +102,9 @@ def encoded(words: Sequence[str], pipelines: Path, name: str, folder: Path) -> N
     family.to("cpu")
     data: PreparedData = scan_data(config, plugins, family.alignment, None)
     communicator = GlooCommunicator(world=World(), group=None)
-    encode_ahead(config, plugins, family, data, communicator, folder, Phases(), validation_prompts(config))
+    work = periodic_work(config, plugins)
+    texts, negative = ([text for each in work for text in getattr(each, kind)] for kind in ("texts", "negative_texts"))
+    encode_ahead(config, plugins, family, data, communicator, folder, Phases(), texts, negative)
 
 
 def _built(words, watch, closing):
@@ -183,8 +185,6 @@ def _go_through(run, seen, watch, *, saves: bool) -> None:
     from smalti.parallel.gloo import GlooCommunicator
     from smalti.training.checkpointing import poll_save, save
     from smalti.training.trainer import agree, train_step
-    from smalti.training.validation.evaluation import evaluate
-    from smalti.training.validation.validation import validate
     from smalti.types import Checkpoint, World
 
     def write(snapshot, communicator):
@@ -234,11 +234,12 @@ def _go_through(run, seen, watch, *, saves: bool) -> None:
             step()
             run.saver.wait()
             poll_save(run, finish=True)
-    if run.held_out is not None:
+    periodic = {work.name: work for work in run.periodic}
+    if run.data.held_out is not None:
         with _phase(seen, "evaluate", watch, home):
-            evaluate(run)
+            periodic["evaluation"].run(run)
     with _phase(seen, "sample", watch, home):
-        validate(run)
+        periodic["validation"].run(run)
     with _phase(seen, "discard", watch, home):
         run.parallel.zero_grad()
     with _phase(seen, "resume", watch, home):

@@ -44,6 +44,7 @@ from .types import (
     Origin as Origin,
     Outcome as Outcome,
     Part as Part,
+    PeriodicEntry as PeriodicEntry,
     RankInfo as RankInfo,
     Recompute as Recompute,
     Registered as Registered,

@@ -6,7 +6,7 @@ The hooks in the order of a run:
       declare_options            the options of the plugin: flags, keys of configuration files, help
       restore_run                what a resume needs is brought into the run directory from another place
       register_model_families    register_storage  register_metadata_backends  register_optimizers  register_commands
-      register_checkpoint_formats
+      register_periodic_work     register_checkpoint_formats
       register_caches            what `smalti cache` lists and clears, and what is encoded ahead
       check_config               all problems of a configuration, before anything is launched
       configure_distributed      the strategy (DDP, FSDP, ...) and how its processes are launched
@@ -91,6 +91,7 @@ from smalti.types import (
     MetadataEntry,
     OptimizerEntry,
     Outcome,
+    PeriodicEntry,
     RankInfo,
     RunInfo,
     RunState,
@@ -181,6 +182,14 @@ class HookSpecs:
     @_spec
     def register_optimizers(self) -> list[OptimizerEntry]:
         """gather: optimizers for `--optimizer`. A factory is imported only when its optimizer is chosen."""
+        raise NotImplementedError
+
+    @_spec
+    def register_periodic_work(self) -> list[PeriodicEntry]:
+        """gather: what all ranks do together between steps, such as generating validation images.
+
+        A factory is called in the launcher, for its checks, and on every rank.
+        """
         raise NotImplementedError
 
     @_spec

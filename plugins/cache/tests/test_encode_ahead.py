@@ -16,7 +16,6 @@ from PIL import Image
 
 import smalti_cache.pending
 import smalti_cache.wanted
-from smalti.config import validation_prompts
 from smalti.config.resolution import resolve
 from smalti.data.batch_check import BatchShape
 from smalti.data.datasets.parse import DataDefaults, parse_datasets
@@ -99,12 +98,12 @@ def data_of(folder, *, seed=3, budget=0.01, **values):
 
 def encode(family, data, cache, ranks=None, latents=("pets",), own_texts=None) -> Encoded:
     schema = schema_of(load_plugins(Selection(only=("cache",))))
-    config = resolve(schema, [f"--train_batch_size={BATCH}", "--validation_prompt=a pet"], environment={})
+    config = resolve(schema, [f"--train_batch_size={BATCH}"], environment={})
     place = CachePlace(folder=cache)
     folders = CacheFolders(texts=place, latents=dict.fromkeys(latents, place), own_texts=own_texts or {})
     encoder = AheadEncoder(config=config, family=family, folders=folders)
     alone = GlooCommunicator(world=World(), group=None)
-    return encoder.encode(data, ranks or alone, cache.parent, Phases(), validation_prompts(config))
+    return encoder.encode(data, ranks or alone, cache.parent, Phases(), ["a pet"], [])
 
 
 def pack_of(entries) -> PackBuilder:

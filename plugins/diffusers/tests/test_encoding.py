@@ -11,7 +11,6 @@ import torch
 from PIL import Image
 
 from smalti.builtin.ddp_parallel import DdpParallel
-from smalti.config import validation_prompts
 from smalti.config.config import Config
 from smalti.config.resolution import resolve
 from smalti.data.encoded import Encoded, encode_ahead
@@ -62,7 +61,6 @@ def subject(request, tmp_path_factory, photographs):
         "resolution": 64,
         "train_batch_size": len(PROMPTS),
         "caption_dropout_probability": 0.4,
-        "validation_prompt": PROMPTS[0],
         "mixed_precision": "no",
         "vae_dtype": "bf16",
         "max_train_steps": STEPS,
@@ -83,8 +81,7 @@ class Subject:
 
     def encode(self, family) -> Encoded:
         settings, alone = (self.config, self.plugins), DdpParallel(self.config)
-        prompts = validation_prompts(self.config)
-        return encode_ahead(*settings, family, self.data, alone, self.directory / "data", Phases(), prompts)
+        return encode_ahead(*settings, family, self.data, alone, self.directory / "data", Phases(), PROMPTS[:1], [])
 
     def losses(self, family, model, encoded: Encoded) -> list[torch.Tensor]:
         loss = denoising_loss(self.config, family, "cpu", encoded.conditioning([""], "cpu"))

@@ -1,12 +1,11 @@
-"""When the loop draws and saves, and how the learning rate moves."""
+"""How the learning rate moves."""
 
 import pytest
 import torch
 from hypothesis import given, strategies as st
 
-from smalti import RunState
 from smalti.config import OptimizerOptions
-from smalti.training.optim.lr_schedule import Cadence, build_scheduler, learning_rate
+from smalti.training.optim.lr_schedule import build_scheduler, learning_rate
 
 SHAPES = ["constant", "constant_with_warmup", "linear", "cosine", "polynomial", "warmup_stable_decay"]
 
@@ -57,52 +56,3 @@ def test_a_schedule_that_begins_in_the_middle_is_the_one_that_came_there(shape):
         return found
 
     assert rates(17, 40) == rates(0, 40)[17:]
-
-
-def evaluating(steps: int = 0, epochs: int = 0, per_epoch: int = 3) -> list[int]:
-    """After which of ten steps the loss on held-out samples_images is measured, when an epoch has so many batches."""
-    cadence = Cadence(
-        validation_interval=0,
-        checkpoint_interval=0,
-        samples_images=False,
-        evaluation_interval=steps,
-        evaluation_epochs=epochs,
-        epoch_of=lambda position: position // per_epoch,
-    )
-    states = [RunState(max_steps=10, step=step, position=step, epoch=(step - 1) // per_epoch) for step in range(1, 11)]
-    return [state.step for state in states if cadence.should_evaluate(state)]
-
-
-def test_evaluation_comes_at_its_steps_after_its_epochs_and_at_the_end():
-    assert [evaluating(), evaluating(steps=4), evaluating(epochs=1), evaluating(epochs=2)] == [
-        [10],
-        [4, 8, 10],
-        [3, 6, 9, 10],
-        [6, 10],
-    ]
-
-
-def test_without_anything_held_out_nothing_is_evaluated():
-    assert not cadence().should_evaluate(RunState(max_steps=1, step=1))
-
-
-def cadence(validation: int = 0, checkpoint: int = 0, *, samples_images: bool = True) -> Cadence:
-    return Cadence(validation_interval=validation, checkpoint_interval=checkpoint, samples_images=samples_images)
-
-
-def test_samples_images_are_drawn_at_the_interval_and_at_the_end():
-    steps = [step for step in range(1, 11) if cadence(validation=4).should_validate(RunState(max_steps=10, step=step))]
-    assert steps == [4, 8, 10]
-
-
-def test_nothing_is_drawn_without_prompts():
-    state = RunState(max_steps=10, step=10, validation_requested=True)
-    assert not cadence(validation=5, samples_images=False).should_validate(state)
-
-
-def test_a_step_that_was_left_out_does_not_save_the_last_one_again():
-    assert not cadence(checkpoint=4).should_save(RunState(max_steps=10, step=4, skipped=1))
-
-
-def test_a_request_is_enough_to_save():
-    assert cadence().should_save(RunState(max_steps=10, step=3, save_requested=True))

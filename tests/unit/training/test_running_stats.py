@@ -13,10 +13,10 @@ from smalti.checkpoint.writer import save as write_checkpoint
 from smalti.parallel.protocol import Communicator
 from smalti.rundir.phases import Phases
 from smalti.training.checkpointing import save
-from smalti.training.validation.validation import eval_mode
 from smalti.types import Checkpoint, RunState
 from smalti_testing import TinyFamily, two_processes
 from smalti_testing.strategy_subject import open_family
+from smalti_validation.eval_mode import eval_mode
 
 
 class Normed(TinyFamily):

@@ -7,7 +7,7 @@ import traceback
 from dataclasses import asdict
 from functools import partial
 
-from smalti.config import TrackingOptions, ValidationOptions
+from smalti.config import TrackingOptions
 from smalti.errors import ExitCode, GpuFaultError, UserError
 from smalti.hookspecs import hookimpl
 from smalti.rundir import (
@@ -71,7 +71,7 @@ class Events:
             return
         writer.answer_requests = partial(self._answer, writer, state)
         self.stop_when_taken_over(writer, state)
-        self._generates_images = info.config[ValidationOptions].samples_images
+        self._generates_images = "validation" in info.periodic
         self._interval = info.config[TrackingOptions].log_interval
         writer.take_launch_files()
         self.account = TimeAccount(before_attempt(read_events_backwards(writer.events.path), state.step, time.time()))

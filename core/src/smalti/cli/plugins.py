@@ -21,6 +21,7 @@ _ADDS: Mapping[RegisterHook, str] = {
     HookSpecs.register_storage: "storages",
     HookSpecs.register_metadata_backends: "metadata backends",
     HookSpecs.register_optimizers: "optimizers",
+    HookSpecs.register_periodic_work: "periodic work",
     HookSpecs.register_checkpoint_formats: "checkpoint formats",
     HookSpecs.register_caches: "caches",
 }

@@ -10,7 +10,6 @@ from .core_options.launch import (
     launch_problems as launch_problems,
 )
 from .core_options.model import ModelOptions as ModelOptions
-from .core_options.prompts import ValidationPrompt as ValidationPrompt, validation_prompts as validation_prompts
 from .core_options.run import (
     CheckpointOptions as CheckpointOptions,
     PluginOptions as PluginOptions,
@@ -24,7 +23,6 @@ from .core_options.training import (
     warm_up_notice as warm_up_notice,
     warm_up_problem as warm_up_problem,
 )
-from .core_options.validation import ValidationOptions as ValidationOptions, sizes_in as sizes_in
 from .edit import Edit as Edit, set_option as set_option
 from .files import (
     expand as expand,

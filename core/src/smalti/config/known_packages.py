@@ -246,6 +246,28 @@ PACKAGES = (
     Package(plugin="migrate", options=("defaults_from",), commands=("checkpoint convert", "config import")),
     Package(plugin="webui", needs=("migrate",), commands=("ui",)),
     Package(plugin="testing", commands=("plugin", "dataset reference")),
+    Package(
+        plugin="validation",
+        options=(
+            "validation_prompt",
+            "validation_prompts",
+            "validation_prompt_library",
+            "user_prompt_library",
+            "validation_negative_prompt",
+            "validation_step_interval",
+            "validation_steps",
+            "validation_seed",
+            "validation_resolution",
+            "validation_num_inference_steps",
+            "validation_guidance",
+            "validation_guidance_rescale",
+            "validation_adapter_strength",
+            "validation_base_model",
+            "validation_batch_size",
+            "eval_steps_interval",
+            "eval_epoch_interval",
+        ),
+    ),
 )
 
 PLUGINS = {package.plugin: package for package in PACKAGES}

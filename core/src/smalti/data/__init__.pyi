@@ -3,7 +3,6 @@ from .batch_check import BatchShape as BatchShape, BucketCount as BucketCount
 from .buckets import Bucket as Bucket
 from .dataset import Dataset as Dataset
 from .datasets.captions import depends_on_text_file as depends_on_text_file
-from .datasets.held_out import HeldOut as HeldOut, HeldOutImages as HeldOutImages, fixed_crop as fixed_crop
 from .datasets.keys import DATASET_KEYS as DATASET_KEYS, SIMPLETUNER_KEYS as SIMPLETUNER_KEYS
 from .datasets.parse import DataDefaults as DataDefaults, parse_datasets as parse_datasets
 from .datasets.simpletuner import is_comment as is_comment
@@ -36,6 +35,7 @@ from .encoded import (
     encode_ahead as encode_ahead,
     encoding_cache as encoding_cache,
     find_encoder as find_encoder,
+    fixed_crop as fixed_crop,
 )
 from .from_options import (
     Scan as Scan,

@@ -12,9 +12,10 @@ from typing import Protocol, cast
 
 from torch import Tensor
 
-from smalti.config import Config, DataOptions, ValidationPrompt, package_of_cache
+from smalti.config import Config, DataOptions, package_of_cache
 from smalti.data.buckets import Bucket
 from smalti.data.datasets.spec import catalog_of
+from smalti.data.images import Bytes, crop, mirrored, read_image
 from smalti.data.prepared import PreparedData
 from smalti.diffusion import Conditioning
 from smalti.errors import MissingPlugin
@@ -23,6 +24,7 @@ from smalti.models import Cacheable, ModelFamily
 from smalti.parallel import Communicator
 from smalti.plugins import Plugins, create
 from smalti.rundir import Phases
+from smalti.system import derive_seed, uniform
 from smalti.types import CacheEntry
 
 CropOffset = tuple[int, int]
@@ -48,7 +50,7 @@ class CachedLatents(Protocol):
 
 
 class CachedTexts(Protocol):
-    """The conditioning of all texts of a run: captions, validation prompts, negative prompts and the empty prompt."""
+    """The conditioning of all texts of a run: captions, prompts and negative prompts of periodic work, the empty prompt."""
 
     def rows(self, texts: Sequence[str], *, negative: bool = False) -> Conditioning:
         """Conditioning with a leading dimension of len(texts), on the CPU, as `encode_captions` returns it.
@@ -93,9 +95,12 @@ class DataEncoder(Protocol):
         communicator: Communicator,
         directory: Path,
         phases: Phases,
-        prompts: Sequence[ValidationPrompt],
+        texts: Sequence[str],
+        negative_texts: Sequence[str],
     ) -> Encoded:
-        """Encode all images and captions of `data`, and prompts of validation, then release the encoders. *Collective*.
+        """Encode all images and captions of `data`, and further captions and negative prompts, then release the encoders.
+
+        *Collective*.
 
         Called before the model is built: encoders and model need not fit into memory together. `directory` is for lists of
         broken images. Raises PreflightError on all ranks if one of them fails.
@@ -134,8 +139,22 @@ def encode_ahead(
     communicator: Communicator,
     directory: Path,
     phases: Phases,
-    prompts: Sequence[ValidationPrompt],
+    texts: Sequence[str],
+    negative_texts: Sequence[str],
 ) -> Encoded:
     """`DataEncoder.encode`, for a run that encodes ahead. *Collective*."""
     encoder = find_encoder(config, plugins, family)
-    return Encoded() if encoder is None else encoder.encode(data, communicator, directory, phases, prompts)
+    return Encoded() if encoder is None else encoder.encode(data, communicator, directory, phases, texts, negative_texts)
+
+
+def fixed_crop(data: PreparedData, sample: int, bucket: Bucket, *, flipped: bool = False) -> tuple[Bytes, CropOffset]:
+    """Returns an image cropped to its bucket, and the offset; a random crop is always the same. Raises BadSampleError.
+
+    With `flipped` it is the same part of the image, mirrored.
+    """
+    found = data.sample(sample)
+    image = read_image(lambda: found.dataset.read(found.row), found.crop_settings, bucket)
+    place = found.dataset.spec.id, found.key
+    fractions = uniform(derive_seed("across", *place)), uniform(derive_seed("down", *place))
+    offset = found.crop_settings.offset((image.shape[2], image.shape[1]), bucket, fractions)
+    return mirrored(image, bucket, offset) if flipped else (crop(image, bucket, offset), offset)

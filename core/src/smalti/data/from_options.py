@@ -17,7 +17,6 @@ from smalti.config import (
     ModelOptions,
     RunOptions,
     TrainingOptions,
-    ValidationOptions,
     expand,
 )
 from smalti.data.batch_check import BatchShape
@@ -68,7 +67,7 @@ def dataset_specs(config: Config, catalog: Catalog) -> tuple[DatasetSpec, ...]:
     problems = (*problems, *_unused_prompt(config, specs), *_overlapping_folders(config, specs))
     if problems:
         raise ConfigError(problems)
-    most = config[ValidationOptions].num_eval_images
+    most = options.num_eval_images
     return tuple(_limited(spec, most) if spec.dataset_type == "eval" and most is not None else spec for spec in specs)
 
 
@@ -165,9 +164,7 @@ def scan_data(
         note = {"attempt": attempt, "indexes": _indexes(directory)}
         atomic_write(directory / _SCAN_NOTE, json.dumps(note).encode())
     if not held_out:
-        wanted = [name for name in ("eval_steps_interval", "eval_epoch_interval") if getattr(config[ValidationOptions], name)]
-        messages = [f"{' and '.join(wanted)} without effect: no dataset has the dataset_type eval"] if wanted else []
-        return replace(data, notices=(*data.notices, *messages))
+        return data
     check_no_overlap(data.datasets, held_out)
     return _with_held_out(data, held_out, rules, directory)
 

@@ -10,6 +10,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -20,9 +21,8 @@ from smalti.config import (
     ModelOptions,
     OptimizerOptions,
     RunOptions,
-    ValidationOptions,
     package_of_nodes,
-    validation_prompts,
+    package_of_option,
     variable_of_nodes,
 )
 from smalti.errors import CheckpointError, ConfigError, InvalidOptionError, Problem, UserError, problems_in
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 
     from smalti.data import DatasetSpec
     from smalti.models import ModelFamily
-    from smalti.training import DenoisingLoss
+    from smalti.training import DenoisingLoss, PeriodicWork
 
 T = TypeVar("T")
 
@@ -66,7 +66,7 @@ class CheckedRun:
     checkpoint: Path | None
     """The checkpoint to resume from. Only the presence and the sizes of its files were checked."""
     notices: tuple[str, ...] = ()
-    """About settings of validation images that have no effect."""
+    """About settings that have no effect."""
 
 
 @dataclass(kw_only=True)
@@ -130,12 +130,13 @@ def _checked(config: Config, plugins: Plugins, *, thorough: bool, fetch: bool) -
     entries = plugins.gather(HookSpecs.register_optimizers)
     if checks.run(lambda: find_optimizer(config[OptimizerOptions].optimizer, entries)) and distributed:
         checks.run(lambda: check_strategy(distributed, config, plugins))
-    checks.run(lambda: validation_prompts(config))
+    checks.run(lambda: _evaluation(config, datasets))
     family = checks.run(lambda: _family(config, plugins, fetch=fetch and not checks.problems, dry=thorough))
     loss = checks.run(lambda: _loss(config, family)) if family else None
     notices: tuple[str, ...] = ()
     if family:
-        notices = checks.run(lambda: _validation(config, family)) or ()
+        for work in checks.run(lambda: _periodic_work(config, plugins)) or ():
+            notices = (*notices, *(checks.run(partial(work.check, family, datasets)) or ()))
         checks.run(lambda: _regularisation(config, family, datasets))
         checks.run(lambda: _encoding(config, plugins, family))
         if distributed:
@@ -257,13 +258,20 @@ def _loss(config: Config, family: ModelFamily) -> DenoisingLoss:
     return denoising_loss(config, family, "cpu")
 
 
-def _validation(config: Config, family: ModelFamily) -> tuple[str, ...]:
-    """Notices about validation images. Raises UserError or ConfigError if the family cannot generate them."""
-    if not config[ValidationOptions].samples_images:
-        return ()
-    from smalti.training import check_validation
+def _evaluation(config: Config, datasets: Iterable[DatasetSpec]) -> None:
+    """Raises ConfigError for held-out images if no plugin measures the loss on them."""
+    option = "eval_steps_interval"
+    held_out = [spec.id for spec in datasets if spec.dataset_type == "eval"]
+    if held_out and option not in config.schema.options and (package := package_of_option(option)) is not None:
+        message = f"the dataset_type eval needs {package.distribution}, which measures the loss on held-out images"
+        raise ConfigError([package.problem(message, f"dataset {name!r}") for name in held_out])
 
-    return tuple(check_validation(config, validation_prompts(config), family))
+
+def _periodic_work(config: Config, plugins: Plugins) -> list[PeriodicWork]:
+    """What the run does between steps. Raises what plugins raise that cannot do it."""
+    from smalti.training import periodic_work
+
+    return periodic_work(config, plugins)
 
 
 def _model(

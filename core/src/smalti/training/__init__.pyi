@@ -8,12 +8,19 @@ from .build_run import (
     open_parallel as open_parallel,
     wrap_model as wrap_model,
 )
+from .failures.attempts import (
+    AttemptFailed as AttemptFailed,
+    attempt as attempt,
+    computed as computed,
+    on_all_ranks as on_all_ranks,
+)
 from .failures.fault_watch import FaultWatch as FaultWatch
 from .failures.out_of_memory import memory_explained as memory_explained
 from .failures.step_times import StepTimes as StepTimes
 from .failures.watchdog import LEAVE_SECONDS as LEAVE_SECONDS, Watchdog as Watchdog
 from .inference_export import Exported as Exported, export as export
 from .loss import DenoisingLoss as DenoisingLoss, denoising_loss as denoising_loss
+from .metrics import broadcast_running_stats as broadcast_running_stats, log_metrics as log_metrics
 from .optim.ema import (
     count_step as count_step,
     grouped as grouped,
@@ -28,9 +35,8 @@ from .optim.optimizers import (
     matrices as matrices,
     parameter_groups as parameter_groups,
 )
+from .periodic import is_due as is_due, periodic_work as periodic_work
 from .resume import check_adapter as check_adapter
 from .resume_checks import check_resumable as check_resumable
-from .run import Context as Context, Run as Run
+from .run import Context as Context, PeriodicWork as PeriodicWork, Run as Run
 from .trainer import train as train, train_step as train_step
-from .validation.plan import check_validation as check_validation, planned_images as planned_images
-from .validation.validation import eval_mode as eval_mode

@@ -8,10 +8,9 @@ from __future__ import annotations
 import json
 import logging
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from contextlib import ExitStack
 from functools import partial
-from hashlib import sha256
 from typing import cast
 
 import torch
@@ -25,13 +24,9 @@ from smalti.config import (
     OptimizerOptions,
     RunOptions,
     TrainingOptions,
-    ValidationOptions,
-    ValidationPrompt,
-    validation_prompts,
 )
 from smalti.data import (
     Encoded,
-    HeldOut,
     Loader,
     PreparedData,
     encode_ahead,
@@ -65,8 +60,9 @@ from smalti.training.failures.step_times import ForwardTime
 from smalti.training.loss import denoising_loss
 from smalti.training.metrics import Memory, Utilisation, peak_of
 from smalti.training.optim.ema import build_ema
-from smalti.training.optim.lr_schedule import Cadence, build_scheduler
+from smalti.training.optim.lr_schedule import build_scheduler
 from smalti.training.optim.optimizers import matrices, parameter_groups
+from smalti.training.periodic import periodic_work
 from smalti.training.resume import resume
 from smalti.training.run import Assembled, Context, Run, directory_of
 from smalti.types import (
@@ -108,27 +104,27 @@ def become_run(config: Config, communicator: Communicator, writer: RunWriter | N
 def build(context: Context, closing: ExitStack) -> Run:
     """Assemble a run on this rank. *Collective*. What has to be closed in the end is put on `closing`."""
     config, parallel = context.config, context.parallel
-    prompts = validation_prompts(config)
-    compare_ranks(context, prompts)
+    context.periodic = periodic_work(config, context.plugins)
+    compare_ranks(context)
     family = find_family(config, context.plugins)
     family.to(parallel.world.device)
-    data, encoded = open_data(context, family, prompts)
-    made = assemble(context, family, data, encoded, prompts, ownership_of(context))
+    data, encoded = open_data(context, family)
+    made = assemble(context, family, data, encoded, ownership_of(context))
     saver = Saver(write=partial(write, made), communicator=parallel, background=parallel.background_communicator())
     closing.callback(saver.close)
     resume(made)
     batches = open_loader(made)
     closing.callback(batches.close)
-    return begin(made, saver, batches, held_out(made))
+    return begin(made, saver, batches)
 
 
-def compare_ranks(context: Context, prompts: Sequence[ValidationPrompt]) -> None:
-    """Refuse to train when ranks differ in configuration, plugins or validation prompts. *Collective*.
+def compare_ranks(context: Context) -> None:
+    """Refuse to train when ranks differ in configuration, plugins or what plugins have read. *Collective*.
 
     They would hang or train different runs.
     """
-    read = sha256(repr(prompts).encode()).hexdigest()[:8]
-    mine = f"config {context.config.digest}; validation prompts {read}; {'; '.join(context.plugins.versions)}"
+    read = filter(None, (work.inputs for work in context.periodic))
+    mine = "; ".join((f"config {context.config.digest}", *read, *context.plugins.versions))
     everyone = context.parallel.all_gather_text(mine)
     different = [rank for rank, other in enumerate(everyone) if other != everyone[0]]
     if different:
@@ -147,11 +143,10 @@ def ownership_of(context: Context) -> Ownership:
     return writer.ownership if writer is not None else Ownership(context.directory, run_id, started)
 
 
-def open_data(context: Context, family: ModelFamily, prompts: Sequence[ValidationPrompt]) -> tuple[PreparedData, Encoded]:
+def open_data(context: Context, family: ModelFamily) -> tuple[PreparedData, Encoded]:
     """The order of samples on this rank, and what of them was encoded ahead. *Collective*.
 
     Reads the indexes that the launcher wrote just now into the run directory. Where nobody has, all ranks scan them.
-    `prompts` are those of validation.
     """
     config, plugins, communicator, phases = context.config, context.plugins, context.parallel, context.phases
     directory, writer = context.directory.data, context.writer
@@ -167,7 +162,9 @@ def open_data(context: Context, family: ModelFamily, prompts: Sequence[Validatio
     except RankError as failure:
         raise failure.for_user() from failure
     data = load_data(config, plugins, family.alignment, directory)
-    encoded = encode_ahead(config, plugins, family, data, communicator, directory, phases, prompts)
+    texts = [text for work in context.periodic for text in work.texts]
+    negative = [text for work in context.periodic for text in work.negative_texts]
+    encoded = encode_ahead(config, plugins, family, data, communicator, directory, phases, texts, negative)
     phases.enter("building")
     return data, encoded
 
@@ -177,7 +174,6 @@ def assemble(
     family: ModelFamily,
     data: PreparedData,
     encoded: Encoded,
-    prompts: Sequence[ValidationPrompt],
     ownership: Ownership,
     weights: Weights | None = None,
 ) -> Assembled:
@@ -204,6 +200,7 @@ def assemble(
         trainable=trainable,
         effective_batch=data.order.effective_batch,
         timesteps=loss.describe_timesteps(count.bucket for count in data.counts),
+        periodic=tuple(work.name for work in context.periodic),
         writer=context.writer,
     )
     return Assembled(
@@ -221,8 +218,6 @@ def assemble(
         loss=loss,
         data=data,
         encoded=encoded,
-        prompts=prompts,
-        cadence=Cadence.of(config, data),
         checkpoints=CheckpointStore(context.directory.checkpoints, report=_log.warning),
     )
 
@@ -288,7 +283,7 @@ def build_optimizer(
     return optimizer
 
 
-def begin(made: Assembled, saver: Saver, batches: Loader, held_out: HeldOut | None) -> Run:
+def begin(made: Assembled, saver: Saver, batches: Loader) -> Run:
     """The run from where its `state` stands: the last act of building, after any checkpoint was loaded.
 
     The gauges begin here too, so that what building needed does not count.
@@ -302,7 +297,6 @@ def begin(made: Assembled, saver: Saver, batches: Loader, held_out: HeldOut | No
         saver=saver,
         scheduler=build_scheduler(made.optimizer, config[OptimizerOptions], state.max_steps, state.step),
         batches=batches,
-        held_out=held_out,
         disk_space=DiskSpace(config, made.plugins, made.directory),
         forward_time=ForwardTime(world.device),
         utilisation=Utilisation(family=made.family, trained=made.info.trainable / made.info.parameters, peak=peak),
@@ -323,18 +317,5 @@ def open_loader(run: Assembled) -> Loader:
         errors=run.data.error_budget(run.directory.data / f"loading.rank-{run.world.rank}.quarantine.jsonl"),
         position=run.state.position,
         latents=run.encoded.latents,
-        texts=run.encoded.texts,
-    )
-
-
-def held_out(run: Assembled) -> HeldOut | None:
-    """The held-out images of the run, if there are any."""
-    if run.data.held_out is None:
-        return None
-    return HeldOut(
-        run.data.held_out,
-        batch=run.config[ValidationOptions].validation_batch_size,
-        device=run.world.device,
-        latents=run.encoded.held_out,
         texts=run.encoded.texts,
     )

@@ -22,7 +22,7 @@ from smalti.checkpoint import (
     check_free_space,
     make_folder,
 )
-from smalti.config import Config, DataOptions, ValidationOptions, restore
+from smalti.config import Config, DataOptions, restore
 from smalti.errors import CheckpointError, UserError
 from smalti.models import Exporter, FormatExporter, ModelFamily, without_weights
 from smalti.parallel import model_tensors
@@ -137,7 +137,8 @@ def _describe(
 
 def _filled(usage: Usage, target: str, config: Config) -> Usage:
     """The usage with the place of the export, and a prompt of the run."""
-    prompts = (*config[ValidationOptions].validation_prompt, config[DataOptions].instance_prompt or "a photo")
+    given = cast(tuple[str, ...], config.values().get("validation_prompt", ()))  # of the package for validation
+    prompts = (*given, config[DataOptions].instance_prompt or "a photo")
     text = usage.text.replace("{path}", target).replace("{prompt}", json.dumps(prompts[0], ensure_ascii=False))
     return replace(usage, text=text)
 

@@ -16,7 +16,6 @@ from smalti.hookspecs import HookSpecs
 from smalti.parallel import RankError
 from smalti.plugins import is_url, open_run
 from smalti.training.checkpointing import empty_snapshot
-from smalti.training.optim.lr_schedule import Cadence
 from smalti.training.optim.optimizers import check_step_sizes
 from smalti.training.resume_checks import Resumption, check_resumable, noise_level_notices
 from smalti.training.run import Assembled
@@ -96,7 +95,6 @@ def continue_order(run: Assembled, beginning: Beginning | None, version: Version
     if beginning is None and version is None:
         return
     run.data = replace(run.data, order=run.data.order.changed_to(version=version, beginning=beginning))
-    run.cadence = Cadence.of(run.config, run.data)
     run.state.max_steps = total_steps(run.config, run.data)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import cast
@@ -18,9 +18,8 @@ from smalti.config import (
     RunOptions,
     TrackingOptions,
     TrainingOptions,
-    ValidationPrompt,
 )
-from smalti.data import Batch, Encoded, HeldOut, Loader, PreparedData
+from smalti.data import Batch, DatasetSpec, Encoded, Loader, PreparedData
 from smalti.models import (
     ModelFamily,
 )
@@ -33,7 +32,6 @@ from smalti.training.failures.step_times import ForwardTime, StepTimes
 from smalti.training.loss import DenoisingLoss
 from smalti.training.metrics import Memory, Utilisation, log_metrics, metrics_of
 from smalti.training.optim.ema import Ema
-from smalti.training.optim.lr_schedule import Cadence
 from smalti.types import (
     Block,
     DistributedPlan,
@@ -65,6 +63,8 @@ class Context:
     state: RunState
     phases: Phases
     info: RankInfo
+    periodic: Sequence[PeriodicWork] = ()
+    """What all ranks do between steps, the same on each; `build` gets it from the plugins."""
 
     @classmethod
     def of(
@@ -132,9 +132,6 @@ class Assembled(Context):
     loss: DenoisingLoss
     data: PreparedData
     encoded: Encoded
-    prompts: Sequence[ValidationPrompt]
-    """The prompts of validation images."""
-    cadence: Cadence
     checkpoints: CheckpointStore
     data_changes: list[object] = field(default_factory=list)
     """At which steps the run was continued on changed data, and what had changed; for people, and JSON-able."""
@@ -151,16 +148,12 @@ class Run(Assembled):
     saver: Saver
     scheduler: LambdaLR
     batches: Loader
-    held_out: HeldOut | None
-    """The held-out images for evaluation, if there are any."""
     disk_space: DiskSpace
     step_times: StepTimes = field(default_factory=StepTimes)
     forward_time: ForwardTime
     recent: SmoothedMetrics = field(default_factory=SmoothedMetrics)
     utilisation: Utilisation
     memory: Memory
-    base_images: Collection[str] = frozenset()
-    """The names of the images that the model before training made of them, if they are there."""
     older_checkpoints: frozenset[str] = frozenset()
     """The names in the folder of checkpoints when the loop began: what other launches saved."""
     saved_step: int | None = None
@@ -218,6 +211,45 @@ class Run(Assembled):
         """Hand the numbers of a step to the trackers."""
         if result.step % self.config[TrackingOptions].log_interval == 0:
             log_metrics(self.plugins, self.world, metrics_of(result), result.step)
+
+
+class PeriodicWork:
+    """Something that all ranks do together between two steps; one object for each rank. See `smalti.PeriodicEntry`.
+
+    `name` is for messages: "NAME of step 5 failed". `texts` and `negative_texts` are captions and negative prompts that `run`
+    uses: with `--text_cache_disable` off they are encoded ahead, and `run.encoded.conditioning` returns them. `inputs` says in
+    a few words what was read besides the configuration; ranks with different ones refuse to train.
+    """
+
+    name: str
+    texts: Sequence[str] = ()
+    negative_texts: Sequence[str] = ()
+    inputs: str = ""
+
+    def check(self, family: ModelFamily, datasets: Sequence[DatasetSpec]) -> Sequence[str]:
+        """Notices about settings without effect. Raises UserError or ConfigError for what cannot be done.
+
+        Called in the launcher, before anything is launched.
+        """
+        return ()
+
+    def start(self, run: Run) -> None:
+        """What comes before the first step of a launch. *Collective*. Use `attempt` for what the run can do without."""
+
+    def is_due(self, run: Run) -> bool:
+        """Whether this rank is for doing it after the step that is done, also the last. Done if any rank is for it."""
+        raise NotImplementedError
+
+    def run(self, run: Run) -> None:
+        """Do it. *Collective*. Training continues after an AttemptFailed, which every rank has to raise together."""
+        raise NotImplementedError
+
+    def rehearsal(self, run: Run) -> Callable[[], object] | None:
+        """What needs as much memory as `run`, in little time and writing nothing; None if that is no more than a step's.
+
+        For a planner, which calls it with tensors without values.
+        """
+        return None
 
 
 def directory_of(config: Config) -> RunDirectory:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from smalti.config import LaunchOptions, TrainingOptions
+from smalti.config import CheckpointOptions, LaunchOptions, TrainingOptions
 from smalti.data import Batch
 from smalti.hookspecs import HookSpecs
 from smalti.models import attention_kernel, products_in_tf32, tf32_choice
@@ -19,10 +19,8 @@ from smalti.training.failures.disk_space import wait
 from smalti.training.failures.emergency_save import emergency_save_on_failure, save_from_healthy_rank
 from smalti.training.failures.faults import answer_reported, faults_answered, faults_end
 from smalti.training.failures.out_of_memory import memory_explained
-from smalti.training.run import Run, reseed
-from smalti.training.validation.base_model import compare_with_base_model
-from smalti.training.validation.evaluation import evaluate
-from smalti.training.validation.validation import validate
+from smalti.training.periodic import is_due
+from smalti.training.run import PeriodicWork, Run, reseed
 from smalti.types import Outcome, StepBoundary, StepResult, StopReason
 
 
@@ -36,7 +34,8 @@ def train(run: Run) -> Outcome:
     ):
         compiles = run.config[LaunchOptions].dynamo_backend is not None  # in the first step
         run.phases.enter("compiling" if compiles else "training")
-        compare_with_base_model(run)
+        for work in run.periodic:
+            work.start(run)
         run.parallel.barrier()  # waits for ranks that are late, as collective calls of a step do not
         outcome = loop(run)
         ended.append(outcome)
@@ -66,28 +65,25 @@ def loop(run: Run) -> Outcome:
             ended = save_from_healthy_rank(run, finish_save(run, actions.outcome))
             return finish(run, actions, ended)  # every rank returns here, or none does
         with faults_answered(run, batch):
-            validate_and_evaluate(run, actions)
-        if actions.save or actions.validate or actions.evaluate:
+            do_periodic_work(run, actions)
+        if actions.save or actions.work:
             run.parallel.barrier()  # waits for ranks whose hooks take longer
     raise AssertionError("the stream of batches is endless")
 
 
-def validate_and_evaluate(run: Run, actions: StepActions) -> list[str]:
-    """Validate and evaluate as the ranks have agreed; returns what failed, a sentence each. *Collective*."""
-    failed = [attempt(run, "validation", validate)] if actions.validate else []
-    if actions.evaluate:
-        failed.append(attempt(run, "evaluation", evaluate))
-    return [each for each in failed if each]
+def do_periodic_work(run: Run, actions: StepActions) -> list[str]:
+    """Validate, evaluate and so on, as the ranks have agreed; returns what failed, a sentence each. *Collective*."""
+    return [failed for work in actions.work if (failed := attempt(run, work.name, work.run))]
 
 
 def finish(run: Run, actions: StepActions, outcome: Outcome) -> Outcome:
-    """Validate and evaluate for the last time. The run is over and saved: a failure only adds to the outcome's message."""
+    """Do what is due after the last step. The run is over and saved: a failure only adds to the outcome's message."""
     run.boundary.final = True
     try:
-        failed = validate_and_evaluate(run, actions)
+        failed = do_periodic_work(run, actions)
     except Exception as error:  # noqa: BLE001 - or another rank was lost; the trained state is saved
         run.parted = True
-        failed = [f"the last validation or evaluation failed: {summary(error)}"]
+        failed = [f"the last {' or '.join(work.name for work in actions.work)} failed: {summary(error)}"]
         warn(run.plugins, run.state, failed[0], error)
     return replace(outcome, message="; ".join((outcome.message, *failed)))
 
@@ -141,10 +137,9 @@ def train_step(run: Run, batch: Batch) -> StepResult:
 class StepActions:
     """What all ranks do between this step and the next."""
 
-    validate: bool
-    evaluate: bool
-    save: bool
-    outcome: Outcome | None
+    work: tuple[PeriodicWork, ...] = ()
+    save: bool = False
+    outcome: Outcome | None = None
     paused: bool = False
     """The same is agreed on again, a little later."""
 
@@ -153,33 +148,33 @@ def agree(run: Run) -> StepActions:
     """Agree with all ranks on what comes next. *Collective*.
 
     A stop takes precedence; requests that it defers are repeated after the next step. One number per step carries the stop
-    reason above one bit each for pausing, saving, evaluating and validating, because all of them are collective.
+    reason above one bit each for pausing, saving and each periodic work, because all of them are collective. The largest number
+    counts: what is due by the step is so on every rank, and a request of one rank may be left to the next step.
     """
-    state, cadence = run.state, run.cadence
+    state, count = run.state, len(run.periodic)
     answer_reported(run)
-    saves, evaluates, validates = cadence.should_save(state), cadence.should_evaluate(state), cadence.should_validate(state)
+    saves = state.save_requested or is_due(state, run.config[CheckpointOptions].checkpoint_step_interval)
+    work = sum(each.is_due(run) << bit for bit, each in enumerate(run.periodic))
     boundary = StepBoundary(
         saves=saves,
-        validates=validates or evaluates,
+        validates=work > 0,
         saving=run.saver.is_pending,
         warn=lambda message, error: warn(run.plugins, state, message, error),
     )
     run.plugins.notify(HookSpecs.on_step_boundary, state=state, boundary=boundary)
     if state.step >= state.max_steps:
         state.request_stop(StopReason.COMPLETED, f"trained {state.step} steps")
-    requests = run.disk_space.pauses(state, is_main=run.world.is_main) << 3 | saves << 2 | evaluates << 1 | validates
-    agreed = run.parallel.all_reduce_max(int(state.stop_reason) << 4 | requests)
-    reason, validates, evaluates = StopReason(agreed >> 4), bool(agreed & 1), bool(agreed & 2)
+    pauses = run.disk_space.pauses(state, is_main=run.world.is_main)
+    agreed = run.parallel.all_reduce_max(int(state.stop_reason) << count + 2 | pauses << count + 1 | saves << count | work)
+    reason, saves, pauses = StopReason(agreed >> count + 2), bool(agreed >> count & 1), bool(agreed >> count + 1 & 1)
+    due = tuple(each for bit, each in enumerate(run.periodic) if agreed >> bit & 1)
     if reason is StopReason.PREEMPTED:
         run.plugins.notify(HookSpecs.on_step_boundary, state=state, boundary=replace(boundary, agreed=reason))
         reason = StopReason(run.parallel.all_reduce_max(max(reason, state.stop_reason)))
-    if reason is StopReason.NONE and agreed & 8:
-        return StepActions(validate=False, evaluate=False, save=False, outcome=None, paused=True)
     if reason is StopReason.NONE:
-        return StepActions(validate=validates, evaluate=evaluates, save=bool(agreed & 4), outcome=None)
+        return StepActions(paused=True) if pauses else StepActions(work=due, save=saves)
     how = "stopped on request" if reason is StopReason.REQUESTED else reason.name.lower()
     mine = state.stop_message or f"{how} at step {state.step} of {state.max_steps}"
     messages = run.parallel.all_gather_text(mine if state.stop_reason is reason else "")
     outcome = Outcome(reason=reason, message=next(message for message in messages if message))
-    completed = reason is StopReason.COMPLETED
-    return StepActions(validate=completed and validates, evaluate=completed and evaluates, save=reason.saves, outcome=outcome)
+    return StepActions(work=due if reason is StopReason.COMPLETED else (), save=reason.saves, outcome=outcome)

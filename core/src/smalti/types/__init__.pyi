@@ -26,6 +26,7 @@ from .registered import (
     OptimizerEntry as OptimizerEntry,
     Origin as Origin,
     Part as Part,
+    PeriodicEntry as PeriodicEntry,
     Recompute as Recompute,
     Registered as Registered,
     StorageEntry as StorageEntry,

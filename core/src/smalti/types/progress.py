@@ -106,6 +106,7 @@ class RunInfo(RankInfo):
     """What an observer needs to know about a run when its loop starts. The same on every rank but for `world` and `writer`.
 
     `parameters` and `trainable` count elements over all ranks. `timesteps` describes the noise levels at which the run trains.
+    `periodic` are the names of what the run does between steps, such as "validation".
     `writer` writes to the run directory; it is set on the main rank only, for the plugin that writes the events.
     """
 
@@ -114,6 +115,7 @@ class RunInfo(RankInfo):
     trainable: int
     effective_batch: int
     timesteps: str
+    periodic: tuple[str, ...] = ()
     writer: RunWriter | None = None
 
 
@@ -152,7 +154,7 @@ class StepBoundary:
     """What is known between two steps, before the ranks agree on what they do there.
 
     `agreed` is the reason to stop that they have agreed on; NONE before. `saves` means that this rank is for saving a
-    checkpoint now, `validates` for validating or evaluating, `saving` that an earlier save has not ended. `warn` reports
+    checkpoint now, `validates` for any periodic work, `saving` that an earlier save has not ended. `warn` reports
     something that failed, in a sentence and as an exception, to the log and to all observers.
     """
 

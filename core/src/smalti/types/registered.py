@@ -114,6 +114,19 @@ class OptimizerEntry(Registered):
 
 
 @dataclass(frozen=True, kw_only=True)
+class PeriodicEntry(Registered):
+    """Work of all ranks between steps, such as generating validation images.
+
+    `factory` is "module:callable". It takes the `Config` and returns a `smalti.training.PeriodicWork`, or None if the
+    configuration asks for nothing of it. Between two steps, work with a lower `order` is done first.
+    """
+
+    kind = "the periodic work"
+    factory: str
+    order: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
 class CacheEntry(Registered):
     """What a plugin keeps between runs and can create again, for `smalti cache ls` and `smalti cache clear NAME`.
 

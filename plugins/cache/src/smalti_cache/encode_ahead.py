@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from smalti import Config, PreflightError
-from smalti.config import DataOptions, ValidationPrompt
+from smalti.config import DataOptions
 from smalti.data import Catalog, Encoded, PreparedData
 from smalti.models import Cacheable, ModelFamily
 from smalti.parallel import Communicator, RankError
@@ -40,13 +40,14 @@ class AheadEncoder:
         communicator: Communicator,
         directory: Path,
         phases: Phases,
-        prompts: Sequence[ValidationPrompt],
+        texts: Sequence[str],
+        negative_texts: Sequence[str],
     ) -> Encoded:
         """Encode what is missing, then release the encoders. *Collective*.
 
         Call it before the model is built: encoders and model need not fit into memory together.
 
-        `directory` gets this rank's list of broken images. `prompts` are those of validation. What was encoded before a signal
+        `directory` gets this rank's list of broken images. `texts` are further captions. What was encoded before a signal
         or Ctrl-C is kept. Raises PreflightError on all ranks if one of them fails: not enough space, no permission to write,
         more unusable images than the error budget allows.
         """
@@ -55,13 +56,12 @@ class AheadEncoder:
         options, world = self.config[DataOptions], communicator.world
         work = Encoder(family=family, communicator=communicator, folders=folders, batch=options.train_batch_size, phases=phases)
         every = [data] if data.held_out is None else [data, data.held_out]
-        texts, latents = None, list[CachedLatents]()
+        cached, latents = None, list[CachedLatents]()
         try:
             with torch.no_grad():
                 if not options.text_cache_disable:
-                    texts = _encode_texts(work, every, ["", *(each.prompt for each in prompts)], folders)
-                    negative = dict.fromkeys(each.negative_prompt for each in prompts if each.negative_prompt)
-                    work.encode_texts(texts, [], list(negative), negative=True)
+                    cached = _encode_texts(work, every, ["", *texts], folders)
+                    work.encode_texts(cached, [], negative_texts, negative=True)
                     family.release_encoder("texts")
                 if not options.vae_cache_disable:
                     for one in every:
@@ -73,7 +73,7 @@ class AheadEncoder:
         except RankError as failure:
             raise failure.for_user(PreflightError) from failure
         found = dict(zip(("latents", "held_out"), latents, strict=False))
-        return Encoded(texts=texts, **found)
+        return Encoded(texts=cached, **found)
 
 
 def open_encoder(config: Config, family: ModelFamily, catalog: Catalog) -> AheadEncoder:

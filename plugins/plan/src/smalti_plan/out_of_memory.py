@@ -25,8 +25,8 @@ _OPTIONS = (
     *("optimizer", "base_model_precision", "model_type", "lora_rank"),
 )
 _PHASES = {
-    "smalti.training.validation.validation": "sampling of validation images",
-    "smalti.training.validation.evaluation": "evaluation",
+    "smalti_validation.validation": "sampling of validation images",
+    "smalti_validation.evaluation": "evaluation",
     "smalti.checkpoint": "saving of a checkpoint",
 }
 """By module; the outermost call counts."""

@@ -103,6 +103,12 @@ CHAPTERS = (
         classes=("smalti:OptimizerEntry",),
     ),
     Chapter(
+        title="Work between steps",
+        about="`register_periodic_work` names a factory; the factory returns a `PeriodicWork`, or None. Inherit from it.",
+        classes=("smalti:PeriodicEntry", "smalti.training:PeriodicWork"),
+        bases=("smalti.training:PeriodicWork",),
+    ),
+    Chapter(
         title="Caches",
         about="`register_caches` names a factory; the factory returns a `Cache`, or a `DividedCache` if the entry is marked "
         "`divided`. The callable that `encoder` names returns a `DataEncoder`.",

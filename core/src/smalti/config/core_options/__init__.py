@@ -11,7 +11,6 @@ from smalti.config.core_options.model import ModelOptions
 from smalti.config.core_options.optimizer_names import implied_settings
 from smalti.config.core_options.run import CheckpointOptions, PluginOptions, RunOptions, TrackingOptions
 from smalti.config.core_options.training import ObjectiveOptions, OptimizerOptions, TrainingOptions
-from smalti.config.core_options.validation import ValidationOptions
 from smalti.config.options import OptionGroup
 
 GROUPS = (
@@ -21,7 +20,6 @@ GROUPS = (
     OptionGroup(name="training", title="Training", options=TrainingOptions),
     OptionGroup(name="optimizer", title="Optimizer", options=OptimizerOptions, derived=implied_settings),
     OptionGroup(name="objective", title="Objective", options=ObjectiveOptions),
-    OptionGroup(name="validation", title="Validation", options=ValidationOptions),
     OptionGroup(name="checkpoints", title="Checkpoints", options=CheckpointOptions),
     OptionGroup(name="launch", title="Launch", options=LaunchOptions),
     OptionGroup(name="tracking", title="Tracking", options=TrackingOptions),

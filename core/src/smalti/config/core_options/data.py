@@ -96,6 +96,9 @@ class DataOptions(Options):
     allow_dataset_oversubscription: bool = option(
         False, help="Raise the repeats of buckets that hold fewer images than one effective batch.", level="advanced"
     )
+    num_eval_images: int | None = option(
+        None, help="Evaluate on this many images of each eval dataset, always the same ones. Default: all.", ge=1
+    )
     caption_dropout_probability: float = option(
         0.1, help="Share of captions replaced by the empty prompt, for classifier-free guidance.", ge=0, le=1
     )

@@ -1,64 +1,14 @@
-"""When things happen: how the learning rate changes, and at which steps the run validates, evaluates and saves."""
+"""How the learning rate changes over the steps."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 from torch.optim.lr_scheduler import LambdaLR
 
-from smalti.config import CheckpointOptions, Config, OptimizerOptions, ValidationOptions
-from smalti.data import PreparedData
-from smalti.types import RunState
-
-
-@dataclass(frozen=True, kw_only=True)
-class Cadence:
-    """At which optimizer steps the loop validates, evaluates and saves; 0 means only at the end, which the loop does anyway.
-
-    `epoch_of` returns the epoch of a data position; None without held-out images. `samples_images`: there are prompts.
-    """
-
-    validation_interval: int
-    checkpoint_interval: int
-    samples_images: bool
-    evaluation_interval: int = 0
-    evaluation_epochs: int = 0
-    epoch_of: Callable[[int], int] | None = None
-
-    @classmethod
-    def of(cls, config: Config, data: PreparedData) -> Cadence:
-        validation = config[ValidationOptions]
-        return cls(
-            validation_interval=validation.validation_step_interval,
-            checkpoint_interval=config[CheckpointOptions].checkpoint_step_interval,
-            samples_images=validation.samples_images,
-            evaluation_interval=validation.eval_steps_interval,
-            evaluation_epochs=validation.eval_epoch_interval,
-            epoch_of=None if data.held_out is None else data.order.epoch_of,
-        )
-
-    def should_validate(self, state: RunState) -> bool:
-        if not self.samples_images:
-            return False
-        return state.validation_requested or _due(state, self.validation_interval) or state.step == state.max_steps
-
-    def should_evaluate(self, state: RunState) -> bool:
-        if self.epoch_of is None:
-            return False
-        if _due(state, self.evaluation_interval) or state.step == state.max_steps:
-            return True
-        epochs = self.evaluation_epochs
-        return epochs > 0 and not state.skipped and self.epoch_of(state.position) // epochs > state.epoch // epochs
-
-    def should_save(self, state: RunState) -> bool:
-        return state.save_requested or _due(state, self.checkpoint_interval)
-
-
-def _due(state: RunState, interval: int) -> bool:
-    return interval > 0 and state.step % interval == 0 and not state.skipped
+from smalti.config import OptimizerOptions
 
 
 def learning_rate(options: OptimizerOptions, total: int) -> Callable[[int], float]:

@@ -54,7 +54,7 @@ class Rehearsing:
                     ("load", stage.build),
                     ("step", stage.step),
                     ("save", stage.save),
-                    ("validation", stage.validate),
+                    ("periodic work", stage.periodic),
                 ):
                     act()
                 return self._record(stage)

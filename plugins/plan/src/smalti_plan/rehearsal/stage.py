@@ -18,15 +18,13 @@ from smalti.config import (
     Config,
     DataOptions,
     TrainingOptions,
-    ValidationOptions,
-    validation_prompts,
 )
 from smalti.data import Bucket, Encoded, Loader
-from smalti.models import Cacheable, ModelFamily, SampleRequest, ShapeWeights, Weights, without_weights
+from smalti.models import Cacheable, ModelFamily, ShapeWeights, Weights, without_weights
 from smalti.parallel import Communicator, FailureDetector, GlooCommunicator, Parallel, ProcessGroupParallel, named_state
 from smalti.plugins import Plugins
 from smalti.rundir import Ownership
-from smalti.training import Context, Run, assemble, begin, eval_mode, planned_images, train_step
+from smalti.training import Context, Run, assemble, begin, periodic_work, train_step
 from smalti_plan.rehearsal.fake_tensors import NEEDS_VALUES
 from smalti_plan.rehearsal.ledger import Counted, Ledger
 from smalti_plan.rehearsal.replicas import hook_gradients, replicas_in
@@ -92,19 +90,19 @@ class Stage:
                 weights = ShapeWeights(self.family.build_model())
         detector, state = FailureDetector(processes=()), RunState(max_steps=0)
         context = Context.of(config, self.plugins, self.plan, self.parallel, detector, state)
+        context.periodic = periodic_work(config, self.plugins)
         with self.ledger.counting("load", "parameters"):
             made = assemble(
                 context,
                 self.family,
                 data,
                 Encoded(texts=None if texts is None else texts.as_cache()),
-                validation_prompts(config),
                 Ownership(context.directory, "", 0.0),
                 weights,
             )
             alone = GlooCommunicator(world=world, group=None)
             saver = Saver(write=_write_nothing, communicator=alone, background=alone)
-            self.run = run = begin(made, saver, cast(Loader, _NoLoader()), None)
+            self.run = run = begin(made, saver, cast(Loader, _NoLoader()))
             self._mark_state()
         hook_gradients(run.parallel.unwrap(run.model), lambda gradient: self.ledger.mark([gradient], "gradients"))
         self._first_state()
@@ -143,32 +141,17 @@ class Stage:
                 if local.device.type != "cpu" or self.run.world.device == "cpu":
                     self.pinned += -(-local.nbytes // share // _ALIGNMENT) * _ALIGNMENT
 
-    def validate(self) -> None:
-        """Sample one batch of validation images, with EMA weights if there are any, in one step."""
-        run, config = self.run, self.config
-        if not config[ValidationOptions].samples_images:
-            return
-        planned = planned_images(config, run.prompts, run.family.alignment)
-        largest = max((image.size for image in planned), key=lambda size: size.width * size.height)
-        count = min(config[ValidationOptions].validation_batch_size, len(planned))
-        prompts = [CAPTION] * count
-        request = SampleRequest(
-            prompts=prompts,
-            seeds=[0] * count,
-            width=largest.width,
-            height=largest.height,
-            steps=1,
-            guidance=config[ValidationOptions].validation_guidance,
-            objective=run.loss.objective,
-            conditioning=run.encoded.conditioning(prompts, self.device),
-            unconditional=run.encoded.conditioning(prompts, self.device, negative=True),
-        )
-        try:
-            with self.ledger.counting("validation"), eval_mode(run) as model, run.parallel.autocast():
-                run.family.sample(model, request)
-        except NEEDS_VALUES as error:  # some samplers look for their place in a list of noise levels
-            self.ledger.moments.pop("validation", None)
-            self.notes.append(f"'validation' was not counted, because it depends on values: {error}")
+    def periodic(self) -> None:
+        """What the run does between steps, as far as it needs memory: one batch of validation images, in one step."""
+        for work in self.run.periodic:
+            if (rehearsal := work.rehearsal(self.run)) is None:
+                continue
+            try:
+                with self.ledger.counting(work.name):
+                    rehearsal()
+            except NEEDS_VALUES as error:  # some samplers look for their place in a list of noise levels
+                self.ledger.moments.pop(work.name, None)
+                self.notes.append(f"{work.name!r} was not counted, because it depends on values: {error}")
 
     # --- parts ------------------------------------------------------------------------------------------------------
 

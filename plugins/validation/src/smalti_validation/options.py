@@ -8,7 +8,7 @@ from typing import Annotated
 
 from pydantic import AfterValidator
 
-from smalti.config.options import Options, Texts, option
+from smalti import Options, Texts, option
 
 LARGEST_IMAGE = 89_478_485
 """Pixels of an image that is sampled: as many as one may have that is read."""
@@ -87,9 +87,6 @@ class ValidationOptions(Options):
         0, help="Measure the loss on eval datasets every N steps and at the end. 0: only at the end.", ge=0
     )
     eval_epoch_interval: int = option(0, help="Also evaluate every N epochs. 0: never.", level="advanced", ge=0)
-    num_eval_images: int | None = option(
-        None, help="Evaluate on this many images of each eval dataset, always the same ones. Default: all.", ge=1
-    )
 
     @property
     def samples_images(self) -> bool:

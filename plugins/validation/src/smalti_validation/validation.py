@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,65 +11,33 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from smalti.config import ValidationOptions
-from smalti.hookspecs import HookSpecs
+from smalti import HookSpecs, ValidationImage, ValidationResult
 from smalti.models import SampleRequest, ScalesAdapter
 from smalti.plugins import notify_each
 from smalti.rundir import save_image
-from smalti.training.failures.attempts import AttemptFailed, computed, on_all_ranks
-from smalti.training.metrics import broadcast_running_stats
-from smalti.training.validation.plan import PlannedImage, batches, planned_images
-from smalti.types import ValidationImage, ValidationResult
+from smalti.training import Run, computed, on_all_ranks
+from smalti_validation.eval_mode import eval_mode
+from smalti_validation.options import ValidationOptions
+from smalti_validation.plan import PlannedImage, batches, planned_images
+from smalti_validation.prompts import ValidationPrompt
 
 if TYPE_CHECKING:
     from PIL.Image import Image
-
-    from smalti.training.run import Run
 
 Settings = dict[str, Any]
 """What an image was sampled with, by name, for its metadata."""
 
 
-@contextmanager
-def eval_mode(run: Run) -> Iterator[nn.Module]:
-    """The unwrapped model in eval mode, with EMA weights if there are any, without gradients. *Collective*.
-
-    Afterwards it is as before, bit for bit, except that running statistics are those of rank 0. After an exception that other
-    ranks do not know of, no collective is called.
-    """
-    run.saver.wait_for_staging()  # the weights are about to change, and a checkpoint may still be copying them
-    model = run.parallel.unwrap(run.model)
-    broadcast_running_stats(model, run.parallel)
-    model.eval()
-    in_step = run.world.size == 1
-    try:
-        with ExitStack() as averaged, torch.no_grad():
-            if (ema := run.ema) is not None:
-                on_all_ranks(run.parallel, lambda: averaged.enter_context(ema.average_parameters()))
-            run.parallel.state.invalidate_gathered()
-            yield model
-        in_step = True
-    except AttemptFailed:
-        in_step = True
-        raise
-    finally:
-        model.train()
-        if in_step:
-            run.parallel.state.invalidate_gathered()
-
-
-def validate(run: Run) -> None:
+def validate(run: Run, prompts: Sequence[ValidationPrompt], base_images: Collection[str] = ()) -> None:
     """Sample every prompt once at each of its sizes, write the images, notify the observers. *Collective*.
 
-    Raises AttemptFailed, on every rank.
+    `base_images` are the names of those that there are of the model before training. Raises AttemptFailed, on every rank.
     """
     run.state.validation_requested = False
-    planned = on_all_ranks(run.parallel, lambda: planned_images(run.config, run.prompts, run.family.alignment))
+    planned = on_all_ranks(run.parallel, lambda: planned_images(run.config, prompts, run.family.alignment))
     before, folder = run.directory.samples_at(0), run.directory.samples_at(run.state.step)
     images = sample_images(run, planned, folder, run.state.step)
-    compared = [
-        replace(image, base=before / image.path.name) if image.path.name in run.base_images else image for image in images
-    ]
+    compared = [replace(image, base=before / image.path.name) if image.path.name in base_images else image for image in images]
     report(run, compared, folder, run.state.step)
 
 
@@ -105,14 +73,14 @@ def _sample(run: Run, model: nn.Module, planned: Sequence[PlannedImage]) -> Iter
     mine = batches(planned, world.data_size, run.config[ValidationOptions].validation_batch_size)[world.data_rank]
     for numbers in mine:
         images = [planned[number] for number in numbers]
-        request = _request(run, images)
+        request = sampling_request(run, images)
         with _adapter_strength(run, model, images[0].prompt.adapter_strength):
             pixels = run.family.sample(model, request)
         for number, row in zip(numbers, pixels, strict=True):
             yield number, _as_image(row), settings_of(run, planned[number], request)
 
 
-def _request(run: Run, images: Sequence[PlannedImage], *, encoded: bool = True) -> SampleRequest:
+def sampling_request(run: Run, images: Sequence[PlannedImage], *, encoded: bool = True) -> SampleRequest:
     """For a batch of images of one size; without `encoded`, only its settings."""
     options, device = run.config[ValidationOptions], run.world.device
     prompts, negative = [image.prompt.prompt for image in images], [image.prompt.negative_prompt for image in images]
@@ -140,7 +108,7 @@ def _adapter_strength(run: Run, model: nn.Module, strength: float) -> AbstractCo
 
 def settings_of(run: Run, image: PlannedImage, request: SampleRequest | None = None) -> Settings:
     """The settings of an image, for its metadata. Those that change nothing are left out."""
-    request, prompt = request or _request(run, [image], encoded=False), image.prompt
+    request, prompt = request or sampling_request(run, [image], encoded=False), image.prompt
     settings: Settings = {
         "prompt": prompt.shown,
         "seed": prompt.seed,

@@ -17,14 +17,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from smalti.data.buckets import Bucket
-from smalti.data.encoded import CachedLatents, CachedTexts, CropOffset
-from smalti.data.images import Bytes, crop, mirrored, normalised, read_image
-from smalti.data.prepared import PreparedData
-from smalti.data.scan.quarantine import BadSampleError
+from smalti.data import (
+    BadSampleError,
+    Bucket,
+    CachedLatents,
+    CachedTexts,
+    CropOffset,
+    PreparedData,
+    fixed_crop,
+    normalised,
+)
 from smalti.diffusion import Conditioning
 from smalti.models import SizeConditioning
-from smalti.system import derive_seed, text_hash, uniform
+from smalti.system import derive_seed, text_hash
 
 _READERS = 4
 _log = logging.getLogger(__name__)
@@ -141,16 +146,3 @@ class HeldOut:
             self._bad.add(sample)
             image, offset = np.full((3, bucket.height, bucket.width), 255, dtype=np.uint8), (0, 0)
         return torch.from_numpy(image), offset
-
-
-def fixed_crop(data: PreparedData, sample: int, bucket: Bucket, *, flipped: bool = False) -> tuple[Bytes, CropOffset]:
-    """Returns an image cropped to its bucket, and the offset; a random crop is always the same. Raises BadSampleError.
-
-    With `flipped` it is the same part of the image, mirrored.
-    """
-    found = data.sample(sample)
-    image = read_image(lambda: found.dataset.read(found.row), found.crop_settings, bucket)
-    place = found.dataset.spec.id, found.key
-    fractions = uniform(derive_seed("across", *place)), uniform(derive_seed("down", *place))
-    offset = found.crop_settings.offset((image.shape[2], image.shape[1]), bucket, fractions)
-    return mirrored(image, bucket, offset) if flipped else (crop(image, bucket, offset), offset)

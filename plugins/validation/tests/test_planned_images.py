@@ -13,7 +13,6 @@ from smalti import UserError
 from smalti.checkpoint.async_saver import Saver
 from smalti.checkpoint.snapshot import Snapshot
 from smalti.checkpoint.writer import save
-from smalti.config.core_options.prompts import ValidationPrompt, validation_prompts
 from smalti.config.resolution import resolve
 from smalti.data.buckets import Bucket
 from smalti.errors import problems_in
@@ -21,10 +20,11 @@ from smalti.parallel.gloo import GlooCommunicator
 from smalti.plugins.discovery import load_plugins
 from smalti.plugins.schema import schema_of
 from smalti.training.optim.ema import Ema
-from smalti.training.validation.plan import PlannedImage, batches, check_validation, planned_images
-from smalti.training.validation.validation import eval_mode
 from smalti_testing import TinyFamily
 from smalti_testing.strategy_subject import open_family
+from smalti_validation.eval_mode import eval_mode
+from smalti_validation.plan import PlannedImage, batches, check_validation, planned_images
+from smalti_validation.prompts import ValidationPrompt, validation_prompts
 
 
 def prompt(stem: str = "cat", strength: float = 1.0) -> ValidationPrompt:

@@ -7,13 +7,13 @@ import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
 
 from smalti import UserError
-from smalti.config.core_options.prompts import validation_prompts
 from smalti.config.resolution import resolve
 from smalti.errors import problems_in
 from smalti.plugins.discovery import Selection, load_plugins
 from smalti.plugins.schema import schema_of
+from smalti_validation.prompts import validation_prompts
 
-SCHEMA = schema_of(load_plugins(Selection(without=("all",))))
+SCHEMA = schema_of(load_plugins(Selection(only=("validation",))))
 
 
 def prompts(*flags: str, environment=None):

@@ -9,36 +9,70 @@ Shapes: N held-out samples, T noise levels, B samples of a batch, latents (B, C,
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
-from smalti.config import ValidationOptions
-from smalti.data import HeldOut, HeldOutImages
+from smalti import Config, EvaluationResult, HookSpecs
 from smalti.diffusion import STEPS, Conditioning, SampleNoise
-from smalti.hookspecs import HookSpecs
-from smalti.models import ModelFamily, latents_of
+from smalti.models import latents_of
 from smalti.plugins import notify_each
-from smalti.training.failures.attempts import computed
-from smalti.training.metrics import log_metrics
-from smalti.training.validation.validation import eval_mode
-from smalti.types import EvaluationResult
+from smalti.training import PeriodicWork, Run, computed, is_due, log_metrics
+from smalti_validation.eval_mode import eval_mode
+from smalti_validation.held_out import HeldOut, HeldOutImages
+from smalti_validation.options import ValidationOptions
 
 if TYPE_CHECKING:
-    from smalti.training.run import Run
+    from smalti.data import DatasetSpec
+    from smalti.models import ModelFamily
 
 _LEVELS = (0.1, 0.3, 0.5, 0.7, 0.9)
 """Fractions of the way to noise: the middles of five equal parts."""
 
 
-def evaluate(run: Run) -> EvaluationResult:
+class Evaluation(PeriodicWork):
+    """Measures the loss at the intervals of the options and after the last step, if there are held-out images."""
+
+    name = "evaluation"
+
+    def __init__(self, config: Config) -> None:
+        self.options = config[ValidationOptions]
+        self._held_out: HeldOut | None = None
+
+    def check(self, family: ModelFamily, datasets: Sequence[DatasetSpec]) -> list[str]:
+        wanted = [name for name in ("eval_steps_interval", "eval_epoch_interval") if getattr(self.options, name)]
+        if not wanted or any(spec.dataset_type == "eval" for spec in datasets):
+            return []
+        return [f"{' and '.join(wanted)} without effect: no dataset has the dataset_type eval"]
+
+    def is_due(self, run: Run) -> bool:
+        state, epochs, epoch_of = run.state, self.options.eval_epoch_interval, run.data.order.epoch_of
+        if run.data.held_out is None:
+            return False
+        if is_due(state, self.options.eval_steps_interval) or state.step == state.max_steps:
+            return True
+        return epochs > 0 and not state.skipped and epoch_of(state.position) // epochs > state.epoch // epochs
+
+    def run(self, run: Run) -> None:
+        assert run.data.held_out is not None, "evaluation needs held-out images"
+        if self._held_out is None:
+            self._held_out = HeldOut(
+                run.data.held_out,
+                batch=self.options.validation_batch_size,
+                device=run.world.device,
+                latents=run.encoded.held_out,
+                texts=run.encoded.texts,
+            )
+        evaluate(run, self._held_out)
+
+
+def evaluate(run: Run, held_out: HeldOut) -> None:
     """Measure the loss on every held-out image, and report it to trackers and observers. *Collective*.
 
     Raises AttemptFailed, on every rank.
     """
-    held_out = run.held_out
-    assert held_out is not None, "evaluation needs held-out images"
     begin = time.perf_counter()
     with run.phases.during("evaluating"), eval_mode(run) as model:
         table = _losses(run, model, held_out)
@@ -55,7 +89,6 @@ def evaluate(run: Run) -> EvaluationResult:
     by_timestep = {f"eval_loss/t={timestep}": loss for timestep, loss in result.by_timestep.items()}
     log_metrics(run.plugins, run.world, {"eval_loss": result.loss, **by_timestep}, result.step)
     notify_each(run.plugins, HookSpecs.on_evaluation, run.state, result=result)
-    return result
 
 
 def _losses(run: Run, model: nn.Module, held_out: HeldOut) -> Tensor:

@@ -37,7 +37,7 @@ HELD_OUT = {"id": "held-out", "instance_data_dir": "held-out", "caption_strategy
 
 
 def configured(directory: Path, datasets: list[dict], *flags: str):
-    plugins = load_plugins(Selection(only=("fsdp2", "toy"), without=("console",)))
+    plugins = load_plugins(Selection(only=("fsdp2", "toy", "validation"), without=("console",)))
     places = [{**dataset, "instance_data_dir": str(directory.parent / dataset["instance_data_dir"])} for dataset in datasets]
     file = directory.with_suffix(".json")
     file.write_text(json.dumps(places))

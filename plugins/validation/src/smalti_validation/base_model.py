@@ -11,17 +11,13 @@ import logging
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from smalti.config import ValidationOptions
-from smalti.errors import UserError
+from smalti import UserError
 from smalti.rundir import image_settings
-from smalti.training.failures.attempts import attempt, on_all_ranks
-from smalti.training.validation.plan import PlannedImage, planned_images
-from smalti.training.validation.validation import report, sample_images, settings_of
-
-if TYPE_CHECKING:
-    from smalti.training.run import Run
+from smalti.training import Run, on_all_ranks
+from smalti_validation.plan import PlannedImage, planned_images
+from smalti_validation.prompts import ValidationPrompt
+from smalti_validation.validation import report, sample_images, settings_of
 
 _log = logging.getLogger(__name__)
 _OF_A_RUN = ("step", "config_digest", "run_id")
@@ -29,34 +25,27 @@ BEFORE = 0
 """The step of the images of the model before training."""
 
 
-def compare_with_base_model(run: Run) -> None:
-    """Sample the base model, unless its images are there already. *Collective*. A failure is reported and ends nothing.
+def sample_base_model(run: Run, prompts: Sequence[ValidationPrompt]) -> frozenset[str]:
+    """Sample the base model, unless its images are there already. Returns the names of those to compare with. *Collective*.
 
-    Afterwards `run.base_images` has those to compare with.
+    Raises AttemptFailed, on every rank.
     """
-    options = run.config[ValidationOptions]
-    if options.validation_base_model and options.samples_images and run.state.step < run.state.max_steps:
-        attempt(run, "sampling of the base model", _complete)
-
-
-def _complete(run: Run) -> None:
-    """Raises AttemptFailed, on every rank."""
-    planned = on_all_ranks(run.parallel, lambda: base_images(run))
+    planned = on_all_ranks(run.parallel, lambda: _without_adapter(run, prompts))
     folder = run.directory.samples_at(BEFORE)
     present = _present(run, planned, folder)
-    if len(present) < len(planned):
-        if run.adapter is None and run.state.step > 0:
-            _missing(run, len(planned) - len(present))
-        else:
-            images = sample_images(run, planned, folder, BEFORE)
-            report(run, images, folder, BEFORE)
-            present = frozenset(image.file for image in planned)
-    run.base_images = present
+    if len(present) == len(planned):
+        return present
+    if run.adapter is None and run.state.step > 0:
+        _missing(run, len(planned) - len(present))
+        return present
+    images = sample_images(run, planned, folder, BEFORE)
+    report(run, images, folder, BEFORE)
+    return frozenset(image.file for image in planned)
 
 
-def base_images(run: Run) -> tuple[PlannedImage, ...]:
+def _without_adapter(run: Run, prompts: Sequence[ValidationPrompt]) -> tuple[PlannedImage, ...]:
     """The images of a validation, without the adapter."""
-    planned = planned_images(run.config, run.prompts, run.family.alignment)
+    planned = planned_images(run.config, prompts, run.family.alignment)
     return tuple(replace(image, prompt=replace(image.prompt, adapter_strength=0.0)) for image in planned)
 
 

@@ -6,15 +6,16 @@ import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from smalti.config.core_options.validation import STRONGEST, ValidationOptions, sizes_in
-from smalti.config.files import read_mapping
-from smalti.errors import ConfigError, Problem, did_you_mean
+from smalti import ConfigError, Problem
+from smalti.config import read_mapping
+from smalti_validation.options import STRONGEST, ValidationOptions, sizes_in
 
 if TYPE_CHECKING:
-    from smalti.config.config import Config
+    from smalti import Config
 
 _KEYS = ("prompt", "negative_prompt", "resolution", "seed", "adapter_strength")
 _LONGEST = 60
@@ -102,7 +103,8 @@ def _problems(path: Path, name: str, value: object) -> Iterator[Problem]:
         yield Problem(message="the entry has no prompt", where=where, fix='prompt = "..."')
     for key, each in value.items():
         if key not in _KEYS:
-            fix = did_you_mean(str(key), _KEYS) or f"known: {', '.join(_KEYS)}"
+            near = get_close_matches(str(key), _KEYS, n=1)
+            fix = f"did you mean {near[0]}?" if near else f"known: {', '.join(_KEYS)}"
             yield Problem(message=f"unknown key {key!r}", where=where, fix=fix)
         elif reason := _reason(str(key), each):
             yield Problem(message=f"{key} cannot be {each!r}", where=where, fix=reason)

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from smalti.config import Config, DataOptions, ModelOptions, ValidationOptions, ValidationPrompt, sizes_in
+from smalti import Config, ConfigError, Problem, UserError, problems_in
+from smalti.config import DataOptions, ModelOptions
 from smalti.data import Bucket
-from smalti.errors import ConfigError, Problem, UserError, problems_in
 from smalti.models import ModelFamily, ScalesAdapter
 from smalti.rundir import CONTACT_SHEET
+from smalti_validation.options import ValidationOptions, sizes_in
+from smalti_validation.prompts import ValidationPrompt
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,1 +1,0 @@
-"""Validation images, the loss on held-out images, the model in eval mode."""

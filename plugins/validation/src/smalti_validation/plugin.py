@@ -1,0 +1,35 @@
+"""Validation images and the loss on held-out images. Imports no torch."""
+
+from __future__ import annotations
+
+from smalti import Config, OptionGroup, PeriodicEntry, Problem, UserError, hookimpl, problems_in
+from smalti_validation.options import ValidationOptions
+from smalti_validation.prompts import validation_prompts
+
+IMAGES = PeriodicEntry(name="validation", title="validation images", factory="smalti_validation.work:validation_of")
+LOSS = PeriodicEntry(
+    name="evaluation", title="loss on held-out images", factory="smalti_validation.evaluation:Evaluation", order=1
+)
+
+
+class ValidationPlugin:
+    """Active where it is installed. Without prompts and without held-out images, it does nothing."""
+
+    @hookimpl
+    def declare_options(self) -> list[OptionGroup]:
+        return [OptionGroup(name="validation", title="Validation", options=ValidationOptions)]
+
+    @hookimpl
+    def check_config(self, config: Config) -> list[Problem]:
+        try:
+            validation_prompts(config)
+        except UserError as error:
+            return list(problems_in(error))
+        return []
+
+    @hookimpl
+    def register_periodic_work(self) -> list[PeriodicEntry]:
+        return [IMAGES, LOSS]
+
+
+plugin = ValidationPlugin()
