@@ -1,13 +1,13 @@
 """Which package of this project adds what, so that a message about something missing can say what to install.
 
-This is all that the core knows about the plugins, which cannot be asked while they are not installed. A test compares the table
-with what the installed plugins declare.
+This is all that the core knows about the plugins, which cannot be asked while they are not installed. The table is written by
+`tests/support/package_table.py` from what the plugins declare, and a test compares it.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import PackageNotFoundError, distribution
@@ -34,18 +34,18 @@ class Package:
 
     plugin: str
     folder: str = ""
-    needs: tuple[str, ...] = ()
-    options: tuple[str, ...] = ()
-    commands: tuple[str, ...] = ()
-    caches: tuple[str, ...] = ()
-    families: tuple[str, ...] = ()
-    optimizers: tuple[str, ...] = ()
-    storages: tuple[str, ...] = ()
-    accelerate: tuple[str, ...] = ()
-    checkpoints: tuple[tuple[str, str], ...] = ()
+    needs: Sequence[str] = ()
+    options: Sequence[str] = ()
+    commands: Sequence[str] = ()
+    caches: Sequence[str] = ()
+    families: Sequence[str] = ()
+    optimizers: Sequence[str] = ()
+    storages: Sequence[str] = ()
+    accelerate: Sequence[str] = ()
+    checkpoints: Sequence[tuple[str, str]] = ()
     strategy: str = ""
-    schemes: tuple[str, ...] = ()
-    nodes: tuple[tuple[str, str], ...] = ()
+    schemes: Sequence[str] = ()
+    nodes: Sequence[tuple[str, str]] = ()
 
     @property
     def distribution(self) -> str:
@@ -77,199 +77,7 @@ class Package:
         return f"pip install {self.target}"
 
 
-PACKAGES = (
-    Package(
-        plugin="fsdp2",
-        options=(
-            "fsdp_enable",
-            "fsdp_version",
-            "fsdp_reshard_after_forward",
-            "fsdp_state_dict_type",
-            "fsdp_cpu_ram_efficient_loading",
-            "fsdp_auto_wrap_policy",
-            "fsdp_transformer_layer_cls_to_wrap",
-            "fsdp_min_num_params",
-            "fsdp_cpu_offload",
-            "fsdp_sync_each_batch",
-            "fsdp_offload_params",
-            "fsdp_limit_all_gathers",
-            "fsdp_activation_checkpointing",
-            "fsdp_activation_checkpointing_mode",
-            "fsdp_activation_checkpointing_every",
-            "fsdp_param_dtype",
-            "fsdp_reduce_dtype",
-            "fsdp_output_dtype",
-            "fsdp_forward_prefetch",
-            "fsdp_backward_prefetch",
-            "fsdp_shard_size",
-            "context_parallel_size",
-            "context_parallel_comm_strategy",
-        ),
-        commands=("detect-blocks",),
-        caches=("fsdp-blocks",),
-        accelerate=("FSDP", "fsdp_config", "parallelism_config"),
-        checkpoints=(
-            (".metadata", "dcp"),
-            ("pytorch_model_fsdp_0/.metadata", "accelerate-fsdp"),
-            ("pytorch_model_fsdp.bin", "accelerate-fsdp"),
-        ),
-        strategy="FSDP",
-    ),
-    Package(
-        plugin="deepspeed",
-        options=("deepspeed_config", "offload_param_path"),
-        commands=("deepspeed",),
-        caches=("deepspeed-offload",),
-        optimizers=("deepspeed_adam", "deepspeed_lamb", "deepspeed_lion"),
-        accelerate=("DEEPSPEED", "deepspeed_config"),
-        checkpoints=tuple(
-            (f"{folder}{kind}_rank_*_model_states.pt", "deepspeed") for folder in ("", "*/") for kind in ("mp", "zero_pp")
-        ),
-        strategy="DeepSpeed",
-    ),
-    Package(
-        plugin="cache",
-        options=("cache_dir", "cache_local_dir", "cache_local_gb", "compress_disk_cache"),
-        commands=("cache prune", "cache verify"),
-        caches=("encodings",),
-    ),
-    Package(
-        plugin="diffusers",
-        needs=("cache",),
-        options=(
-            "revision",
-            "base_pipeline",
-            "variant",
-            "init_from_config",
-            "vae_dtype",
-            "vae_enable_tiling",
-            "vae_enable_slicing",
-            "validation_noise_scheduler",
-            "text_encoder_dtype",
-            "tokenizer_max_length",
-            "sdxl_empty_prompt",
-            "flux_guidance_value",
-            "flux_true_cfg_scale",
-            "init_lora",
-            "assistant_lora",
-            "assistant_lora_path",
-            "lora_rank",
-            "lora_alpha",
-            "lora_dropout",
-            "lora_targets",
-            "lora_init",
-            "lora_init_type",
-            "lora_base_dtype",
-            "base_model_precision",
-        ),
-        families=("auraflow", "flux", "flux2", "lumina2", "pixart", "qwen_image", "sana", "sd3", "sdxl", "z_image"),
-    ),
-    Package(
-        plugin="cluster",
-        needs=("doctor",),
-        options=(
-            "nodes",
-            "max_restarts",
-            "rendezvous_timeout",
-            "preflight",
-            "node_timeout",
-            "time_limit",
-            "stop_before",
-            "grace_seconds",
-            "stop_on_drain",
-        ),
-        commands=("launch", "nodes"),
-        nodes=(
-            ("SLURM_NODEID", "SLURM_STEP_NUM_NODES"),
-            ("NODE_RANK", "NNODES"),
-            ("PET_NODE_RANK", "PET_NNODES"),
-            ("JOB_COMPLETION_INDEX", "NNODES"),
-            ("JOB_COMPLETION_INDEX", "PET_NNODES"),
-        ),
-    ),
-    Package(
-        plugin="toy",
-        options=("toy_width", "toy_depth", "toy_heads", "toy_patch", "toy_sample_shift"),
-        families=("toy",),
-    ),
-    Package(plugin="doctor", commands=("doctor",), caches=("speed",)),
-    Package(
-        plugin="plan",
-        needs=("doctor",),
-        options=("memory_forecast",),
-        commands=("plan",),
-        caches=("model-facts", "plan-calibrations", "rehearsals"),
-    ),
-    Package(plugin="optimizers", optimizers=("adamw8bit", "lion", "prodigy", "stableadamw")),
-    Package(plugin="plots"),
-    Package(plugin="trackers", folder="plots", options=("report_to", "tracker_project_name")),
-    Package(
-        plugin="hub",
-        options=("push_to_hub", "push_checkpoints_to_hub", "hub_model_id", "hub_private", "hub_timeout"),
-        commands=("hub",),
-    ),
-    Package(
-        plugin="data",
-        commands=("dataset unpack",),
-        storages=("csv", "huggingface", "json", "parquet", "webdataset"),
-    ),
-    Package(
-        plugin="storage_s3",
-        needs=("data",),
-        options=tuple(
-            f"checkpoint_mirror{end}"
-            for end in ("", "_total_limit", "_timeout", "_verify", "_endpoint_url", "_profile_name", "_region_name")
-        ),
-        commands=("mirror", "s3"),
-        schemes=("s3",),
-        storages=("aws",),
-    ),
-    Package(
-        plugin="webhooks", folder="health", options=("webhook_config", "webhook_reporting_interval"), commands=("webhook",)
-    ),
-    Package(plugin="hangs", folder="health", options=("phase_deadlines", "on_hang")),
-    Package(
-        plugin="health",
-        options=(
-            "gpu_health",
-            "gpu_health_interval",
-            "gpu_health_timeout",
-            "gpu_health_ecc_errors",
-            "gpu_health_temperature_margin",
-            "gpu_health_temperature_seconds",
-            "gpu_health_slowdown_share",
-            "gpu_health_slowdown_clock",
-            "gpu_health_port",
-        ),
-        commands=("health",),
-    ),
-    Package(plugin="migrate", options=("defaults_from",), commands=("checkpoint convert", "config import")),
-    Package(plugin="webui", needs=("migrate",), commands=("ui",)),
-    Package(plugin="testing", commands=("plugin", "dataset reference")),
-    Package(
-        plugin="validation",
-        options=(
-            "validation_prompt",
-            "validation_prompts",
-            "validation_prompt_library",
-            "user_prompt_library",
-            "validation_negative_prompt",
-            "validation_step_interval",
-            "validation_steps",
-            "validation_seed",
-            "validation_resolution",
-            "validation_num_inference_steps",
-            "validation_guidance",
-            "validation_guidance_rescale",
-            "validation_adapter_strength",
-            "validation_base_model",
-            "validation_batch_size",
-            "eval_steps_interval",
-            "eval_epoch_interval",
-        ),
-    ),
-)
-
+PACKAGES = tuple(Package(**entry) for entry in json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8")))
 PLUGINS = {package.plugin: package for package in PACKAGES}
 
 
@@ -306,14 +114,18 @@ def _clone() -> Path | None:
     return root if (root / "plugins").is_dir() else None
 
 
+def _having(kind: str, name: str) -> Package | None:
+    return next((package for package in PACKAGES if name in getattr(package, kind)), None)
+
+
 def package_of_scheme(scheme: str) -> Package | None:
     """The package that takes URLs of this scheme in place of a path."""
-    return next((package for package in PACKAGES if scheme in package.schemes), None)
+    return _having("schemes", scheme)
 
 
 def package_of_option(name: str) -> Package | None:
     """The package that declares an option of this name or alias."""
-    return next((package for package in PACKAGES if name in package.options), None)
+    return _having("options", name)
 
 
 def package_of_topic(word: str) -> Package | None:
@@ -324,12 +136,12 @@ def package_of_topic(word: str) -> Package | None:
 
 def package_of_family(name: str) -> Package | None:
     """The package that has this model family."""
-    return next((package for package in PACKAGES if name.lower().replace("-", "_") in package.families), None)
+    return _having("families", name.lower().replace("-", "_"))
 
 
 def package_of_optimizer(name: str) -> Package | None:
     """The package that has this optimizer, named as it is registered."""
-    return next((package for package in PACKAGES if name in package.optimizers), None)
+    return _having("optimizers", name)
 
 
 def family_packages() -> str:
@@ -339,12 +151,12 @@ def family_packages() -> str:
 
 def package_of_command(name: str) -> Package | None:
     """The package that adds this command, such as "s3" or "dataset unpack"."""
-    return next((package for package in PACKAGES if name in package.commands), None)
+    return _having("commands", name)
 
 
 def package_of_storage(name: str) -> Package | None:
     """The package that has this storage or metadata backend."""
-    return next((package for package in PACKAGES if name in package.storages), None)
+    return _having("storages", name)
 
 
 def package_of_checkpoint(folder: Path, known: Iterable[str]) -> Package | None:
@@ -370,12 +182,12 @@ def variable_of_nodes(environment: Mapping[str, str]) -> str:
 
 def package_of_cache(name: str) -> Package | None:
     """The package that keeps this cache."""
-    return next((package for package in PACKAGES if name in package.caches), None)
+    return _having("caches", name)
 
 
 def package_of_accelerate(key: str) -> Package | None:
     """The package that understands this section or `distributed_type` of an Accelerate YAML."""
-    return next((package for package in PACKAGES if key in package.accelerate), None)
+    return _having("accelerate", key)
 
 
 def strategies(types: Iterable[str], distributions: Iterable[str]) -> list[str]:

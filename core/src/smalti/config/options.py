@@ -198,6 +198,10 @@ class Dialect:
         """That trainer's defaults by option, where they differ from those here. `chosen` has the values with their layers."""
         return {}
 
+    def translate_chosen(self, given: Mapping[str, object]) -> Translation:
+        """What the values that won over those of weaker sources mean here: other values of these, and of options not given."""
+        return Translation()
+
     def page(self, schema: Schema) -> str:
         """What becomes of each option of that trainer, as Markdown."""
         package = package_of_command("config import")

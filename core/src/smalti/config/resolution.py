@@ -85,6 +85,7 @@ def draft(
         if group.scheduler is not None:
             layers[SCHEDULER] = {**layers[SCHEDULER], **group.scheduler(environment, layers, notices)}
     chosen = _merge(layers, schema, notices)
+    _translate_chosen(schema, chosen, notices, problems)
     _replace_urls(schema, chosen, notices, problems)
     _derive(schema, chosen, notices, problems)
     kept = kept_defaults(chosen["output_dir"][1].value if "output_dir" in chosen else None, content, file, notices)
@@ -150,6 +151,19 @@ def _merge(layers: Mapping[str, Layer], schema: Schema, notices: list[str]) -> d
                 values = ("", "") if secret else (f"{winner.shown!r} from ", f"{given.shown!r} from ")
                 notices.append(f"{name}: {values[0]}{winner.place} wins over {values[1]}{given.place}")
     return chosen
+
+
+def _translate_chosen(
+    schema: Schema, chosen: dict[str, tuple[str, Given]], notices: list[str], problems: list[Problem]
+) -> None:
+    """Replace values that have another spelling here, and add those that they stand for."""
+    found = schema.dialect.translate_chosen({name: given.value for name, (_, given) in chosen.items()})
+    problems += found.problems
+    notices += [f"{key} {remark}" for key, remark in found.notices]
+    for name, (key, value) in found.values.items():
+        new = Given(value=value, spelling=name, place=key)
+        label, given = chosen.get(name, (schema.options[name].group.title, new))
+        chosen[name] = (label, replace(given, value=value, written=None))
 
 
 def _replace_urls(schema: Schema, chosen: dict[str, tuple[str, Given]], notices: list[str], problems: list[Problem]) -> None:

@@ -10,6 +10,7 @@ from smalti.config import (
     ModelOptions,
     OptimizerOptions,
     family_packages,
+    package_of_command,
     package_of_family,
     package_of_optimizer,
     package_of_scheme,
@@ -93,7 +94,11 @@ def find_optimizer(name: str, entries: Sequence[OptimizerEntry]) -> OptimizerEnt
     message = f"Unknown optimizer '{name}'."
     if package := package_of_optimizer(wanted):
         raise package.error(message)
-    raise UserError(message, fix=f"{did_you_mean(wanted, known, count=3)} known: {', '.join(sorted(known))}".lstrip())
+    fix = f"{did_you_mean(wanted, known, count=3)} known: {', '.join(sorted(known))}".lstrip()
+    migrate = package_of_command("config import")
+    if migrate is not None and migrate.target:
+        fix += f"; {migrate.distribution} knows the names of other trainers: {migrate.fix}"
+    raise UserError(message, fix=fix)
 
 
 def check_strategy(plan: DistributedPlan, config: Config, plugins: Plugins) -> None:

@@ -8,9 +8,8 @@ from __future__ import annotations
 from smalti.config.core_options.data import DataOptions
 from smalti.config.core_options.launch import LaunchOptions
 from smalti.config.core_options.model import ModelOptions
-from smalti.config.core_options.optimizer_names import implied_settings
 from smalti.config.core_options.run import CheckpointOptions, PluginOptions, RunOptions, TrackingOptions
-from smalti.config.core_options.training import ObjectiveOptions, OptimizerOptions, TrainingOptions
+from smalti.config.core_options.training import ObjectiveOptions, OptimizerOptions, TrainingOptions, implied_settings
 from smalti.config.options import OptionGroup
 
 GROUPS = (

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from collections.abc import Mapping
+from typing import Literal
 
-from pydantic import BeforeValidator
-
-from smalti.config.core_options.optimizer_names import own_name
-from smalti.config.options import Options, option
+from smalti.config.options import Options, Translation, option
 from smalti.errors import Problem
 
 FLAT = ("constant", "constant_with_warmup")
 """Values of lr_scheduler that do not depend on the length of the run."""
+SETTINGS: Mapping[str, Mapping[str, float]] = {
+    "lion": {"adam_beta2": 0.99},
+    "stableadamw": {"adam_beta2": 0.99, "adam_epsilon": 1e-6},
+    "prodigy": {"learning_rate": 1.0},
+}
+"""Defaults of single optimizers where they differ from those of the options."""
 
 
 class TrainingOptions(Options):
@@ -60,7 +64,7 @@ class TrainingOptions(Options):
 
 
 class OptimizerOptions(Options):
-    optimizer: Annotated[str, BeforeValidator(own_name)] = option(
+    optimizer: str = option(
         "adamw",
         help="Optimizer: adafactor, adafactor_scaled, adagrad, adamw, muon, sgd, or one from a package. "
         "All are in docs/optimizers.md.",
@@ -106,6 +110,13 @@ class OptimizerOptions(Options):
     lr_power: float = option(
         1.0, help="Exponent of the polynomial decay.", level="advanced", when="lr_scheduler == polynomial", gt=0
     )
+
+
+def implied_settings(given: Mapping[str, object]) -> Translation:
+    """The settings that the optimizer has by default, where they are not given."""
+    name = given.get("optimizer")
+    settings = SETTINGS.get(name.strip().lower(), {}) if isinstance(name, str) else {}
+    return Translation(values={option: (str(name), value) for option, value in settings.items() if given.get(option) is None})
 
 
 class ObjectiveOptions(Options):

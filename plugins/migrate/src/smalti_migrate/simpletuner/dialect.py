@@ -8,6 +8,7 @@ from typing import Literal
 
 from smalti import OptionGroup, Options, Translation, option
 from smalti.config import Dialect, Given, Schema
+from smalti_migrate.optimizer_names import translate_optimizer
 from smalti_migrate.simpletuner.spelling import reference_defaults, reference_keys, with_reference_meaning
 from smalti_migrate.simpletuner.translation import translate_reference_options
 
@@ -51,6 +52,9 @@ class SimpleTuner(Dialect):
             label, given = chosen[_CHOICE]
             chosen[_CHOICE] = (label, replace(given, value="smalti"))
         return reference_defaults(values, schema)
+
+    def translate_chosen(self, given: Mapping[str, object]) -> Translation:
+        return translate_optimizer(given)
 
     def page(self, schema: Schema) -> str:
         from smalti_migrate.simpletuner.page import reference_keys_page

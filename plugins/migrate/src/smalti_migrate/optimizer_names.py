@@ -1,4 +1,4 @@
-"""Optimizers by the names that other trainers have for them, and the settings that an optimizer has by default.
+"""Optimizers by the names that other trainers have for them, with the settings that the names stand for there.
 
 Names are in lower case with underscores. Imports no torch.
 """
@@ -8,8 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from smalti.config.options import Translation
-from smalti.errors import Problem
+from smalti import Problem, Translation
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,12 +31,6 @@ _8_BITS = "its state is in 8 bits"
 _DECOUPLED, _NO_SDNQ = "weight decay is decoupled", "it has none of SDNQ's settings"
 _NOT_PAGED = "its state is not paged to host memory"
 
-SETTINGS: Mapping[str, Mapping[str, float]] = {
-    "lion": {"adam_beta2": 0.99},
-    "stableadamw": {"adam_beta2": 0.99, "adam_epsilon": 1e-6},
-    "prodigy": {"learning_rate": 1.0},
-}
-"""Defaults of single optimizers where they differ from those of the options."""
 _REMARKS: Mapping[str, str] = {
     "prodigy": "is Prodigy as it was published, with no weight decay, bias correction or averaging of weights; "
     "learning_rate=1 is usual"
@@ -133,30 +126,24 @@ def normalised(name: str) -> str:
     return name.strip().lower().replace("-", "_").replace(" ", "_")
 
 
-def own_name(value: object) -> object:
-    """smalti's name of an optimizer that other trainers call so; other values as they are."""
-    alias = ALIASES.get(normalised(value)) if isinstance(value, str) else None
-    return alias.name if alias is not None else value
-
-
-def implied_settings(given: Mapping[str, object]) -> Translation:
-    """The settings that the name in `optimizer` stands for, where they are not given; what is different; a refused name."""
+def translate_optimizer(given: Mapping[str, object]) -> Translation:
+    """The optimizer that the name in `optimizer` means, and settings that are not given; what is different; a refused name."""
     name = given.get("optimizer")
     if not isinstance(name, str):
         return Translation()
-    wanted = normalised(name)
+    wanted, place = normalised(name), f"{name} in optimizer"
     if (instead := REFUSED.get(wanted)) is not None:
-        return Translation(
-            problems=[Problem(message=f"the optimizer {name!r} is not supported", where="optimizer", fix=instead)]
+        problem = Problem(
+            message=f"the optimizer {name!r} is not supported", where="optimizer", fix=instead, option="optimizer"
         )
-    alias = ALIASES.get(wanted)
-    settings = SETTINGS.get(wanted, {}) if alias is None else alias.settings
-    values = {option: (name, value) for option, value in settings.items() if given.get(option) is None}
-    notices = [(name, _REMARKS[wanted])] if wanted in _REMARKS else []
-    notices += (
-        [] if alias is None else [(name, _difference_of(alias, {option: value for option, (_, value) in values.items()}))]
-    )
-    return Translation(values=values, notices=notices)
+        return Translation(problems=[problem])
+    if wanted in _REMARKS:
+        return Translation(notices=[(place, _REMARKS[wanted])])
+    if (alias := ALIASES.get(wanted)) is None:
+        return Translation()
+    settings = {option: value for option, value in alias.settings.items() if given.get(option) is None}
+    values = {option: (place, value) for option, value in settings.items()}
+    return Translation(values={"optimizer": (place, alias.name), **values}, notices=[(place, _difference_of(alias, settings))])
 
 
 def _difference_of(alias: Alias, settings: Mapping[str, float]) -> str:
