@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -13,9 +14,10 @@ import click
 from smalti.builtin import LINE_SECONDS, Display, PhaseProgress, Progress, duration, open_display, speed
 from smalti.cli.output import print_table
 from smalti.cli.pages.help import Group
-from smalti.errors import ExitCode, UserError
+from smalti.errors import ExitCode
+from smalti.hookspecs import HookSpecs
+from smalti.plugins import load_plugins, selection_of
 from smalti.rundir import (
-    KINDS,
     POLL_SECONDS,
     Event,
     Phase,
@@ -30,12 +32,13 @@ from smalti.rundir import (
     to_json,
     watch_doubtful,
 )
+from smalti.types import RunValue
 
 _DIRECTORY = click.argument("directory", metavar="RUN_DIR", type=click.Path(path_type=Path))
 _TIMEOUT = click.option("--timeout", default=60.0, show_default=True, help="Seconds to wait for the run's answer.")
 _NO_WAIT = click.option("--no-wait", is_flag=True, help="Do not wait for the answer.")
 _JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-_TITLES = ("run", "status", "step", "smoothed loss", "samples/s", "eta", "age", "goodput", "")
+_TITLES = ("run", "status", "step", "smoothed loss", "samples/s", "eta", "age")
 _COLOURS = {"running": "green", "stale": "yellow", "failed": "red", "finished": "blue"}
 
 
@@ -55,24 +58,28 @@ def ls(roots: tuple[Path, ...], depth: int, as_json: bool) -> None:
     """List runs and their status.
 
     Searches below each ROOT, or below the current folder. As on the console, the loss is the mean of about 20 steps, and
-    samples/s the speed of about the last minute. Goodput is the share of time in which steps were made that count.
+    samples/s the speed of about the last minute. Plugins add columns, such as goodput: the share of time in which
+    steps were made that count.
     """
     runs = [directory for root in roots or (Path(),) for directory in find_runs(root, depth)]
     watch_doubtful(runs)
-    summaries = [summary for directory in runs if (summary := directory.summary()) is not None]
+    plugins = load_plugins(selection_of((), None, os.environ), strict=False)
+    summaries = [
+        (summary, plugins.gather(HookSpecs.describe_run, directory))
+        for directory in runs
+        if (summary := directory.summary()) is not None
+    ]
     if as_json:
-        click.echo(to_json([_as_json(summary) for summary in summaries], indent=2))
+        rows = [{**asdict(summary), **{each.name: each.value for each in more}} for summary, more in summaries]
+        click.echo(to_json(rows, indent=2))
     elif summaries:
-        print_table(_TITLES, [_row(summary) for summary in summaries], right=range(2, 8), colours=_COLOURS)
+        titles = (*_TITLES, *(each.name for each in summaries[0][1]), "")
+        print_table(titles, [_row(*each) for each in summaries], right=range(2, len(titles) - 1), colours=_COLOURS)
     else:
         click.echo(f"no runs found below {', '.join(str(root) for root in roots) or 'the current folder'}", err=True)
 
 
-def _as_json(summary: Summary) -> dict[str, object]:
-    return {**asdict(summary), "goodput": None if summary.goodput is None else summary.goodput.as_json()}
-
-
-def _row(summary: Summary) -> tuple[str, ...]:
+def _row(summary: Summary, more: Sequence[RunValue]) -> tuple[str, ...]:
     record = summary.record
     since = record.started or record.created
     return (
@@ -83,7 +90,7 @@ def _row(summary: Summary) -> tuple[str, ...]:
         speed(summary.samples_per_second),
         duration(summary.seconds_remaining),
         duration(time.time() - since),
-        "-" if summary.goodput is None or summary.goodput.share is None else f"{summary.goodput.share:.0%}",
+        *(each.text for each in more),
         _phase_text(summary.phase) if summary.status.condition == "running" else summary.status.message,
     )
 
@@ -234,35 +241,6 @@ class Watcher:
             case "malformed":
                 return f"a line at byte {event.offset} cannot be read: {event.text('line')[:80]!r}"
         return ""
-
-
-# --- goodput --------------------------------------------------------------------------------------------------------
-
-
-@run.command(examples=("smalti run goodput runs/first", "smalti run goodput runs/first --json"))
-@_DIRECTORY
-@_JSON
-def goodput(directory: Path, as_json: bool) -> None:
-    """Show what the time of a run was spent on, over all its attempts.
-
-    Lost steps are those that were made again after a restart from an older checkpoint. What ended the attempts is listed by
-    exit code, with the fault of an accelerator.
-    """
-    found = RunDirectory(directory).goodput()
-    if found is None:
-        raise UserError(f"{directory} has no step of this version of smalti", fix="`smalti run ls` lists runs and their status")
-    if as_json:
-        click.echo(to_json(found.as_json(), indent=2))
-        return
-    spent = [(KINDS[kind], duration(seconds), f"{seconds / found.total:.1%}") for kind, seconds in found.seconds.items()]
-    print_table(("time", "", ""), spent, right=range(1, 3))
-    if found.causes:
-        click.echo()
-        rows = [
-            (cause, str(lost.attempts), str(lost.steps), duration(lost.seconds), duration(lost.restarting))
-            for cause, lost in found.causes.items()
-        ]
-        print_table(("ended by", "attempts", "steps made again", "their time", "until the restart"), rows, right=range(1, 5))
 
 
 # --- stop, save, sample ---------------------------------------------------------------------------------------------

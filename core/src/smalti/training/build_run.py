@@ -204,7 +204,6 @@ def assemble(
         trainable=trainable,
         effective_batch=data.order.effective_batch,
         timesteps=loss.describe_timesteps(count.bucket for count in data.counts),
-        writer=context.writer,
     )
     return Assembled(
         **{**vars(context), "info": info},
