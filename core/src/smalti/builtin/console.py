@@ -10,6 +10,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol, TextIO
 
 from smalti.hookspecs import hookimpl
@@ -31,46 +32,35 @@ class Progress:
     def __init__(self, *, step: int, max_steps: int, now: float, started: float | None = None) -> None:
         self.step = step
         self.max_steps = max_steps
-        self.learning_rate = 0.0
-        self.mfu: float | None = None
-        self.peak_memory_mb: float | None = None
-        self.loss = math.nan
-        self.samples_per_second: float | None = None
-        self._samples = 0
+        self._last = StepResult(step=step, loss=math.nan, grad_norm=math.nan, learning_rate=0.0, samples=0, seconds=0.0)
         self._updated = now
         self._started = now if started is None else started
 
-    def update(
-        self,
-        *,
-        step: int,
-        loss: float,
-        learning_rate: float,
-        samples: int,
-        now: float,
-        samples_per_second: float | None = None,
-        mfu: float | None = None,
-        peak_memory_mb: float | None = None,
-    ) -> None:
-        """The run has completed `step`. Loss and speed are smoothed (`SmoothedMetrics`). None keeps the last value."""
-        self.step, self.loss, self.learning_rate, self._updated = step, loss, learning_rate, now
-        self.samples_per_second, self._samples = samples_per_second, samples
-        self.mfu = self.mfu if mfu is None else mfu
-        self.peak_memory_mb = self.peak_memory_mb if peak_memory_mb is None else peak_memory_mb
+    def update(self, result: StepResult, now: float) -> None:
+        """The run has completed a step. What is known on logged steps only is shown until the next one."""
+        memory, mfu = result.peak_memory_mb, result.mfu
+        self._last = replace(
+            result,
+            mfu=self._last.mfu if mfu is None else mfu,
+            peak_memory_mb=self._last.peak_memory_mb if memory is None else memory,
+        )
+        self.step, self._updated = result.step, now
 
     def line(self) -> str:
         """Everything in one line, the most important first: a narrow terminal truncates the end."""
-        eta = seconds_for(self.max_steps - self.step, self._samples, self.samples_per_second)
+        last, rate = self._last, self._last.recent_samples_per_second
+        eta = seconds_for(self.max_steps - self.step, last.samples, rate)
         width = len(str(self.max_steps))
+        loss = last.loss if last.smoothed_loss is None else last.smoothed_loss
         return "  ".join(
             [
                 f"step {self.step:>{width}}/{self.max_steps}",
-                f"loss {self.loss:<7.4g}",
+                f"loss {loss:<7.4g}",
                 f"eta {duration(eta)}",
-                f"{speed(self.samples_per_second)} samples/s",
-                f"lr {self.learning_rate:.2e}",
-                *([] if self.mfu is None else [f"mfu {self.mfu:.1%}"]),
-                *([] if self.peak_memory_mb is None else [f"{self.peak_memory_mb / 1024:.1f} GiB"]),
+                f"{speed(rate)} samples/s",
+                f"lr {last.learning_rate:.2e}",
+                *([] if last.mfu is None else [f"mfu {last.mfu:.1%}"]),
+                *([] if last.peak_memory_mb is None else [f"{last.peak_memory_mb / 1024:.1f} GiB"]),
                 f"elapsed {duration(self._updated - self._started)}",
             ]
         )
@@ -214,16 +204,7 @@ class Console:
         if self._display is None:
             return
         self._progress.max_steps = state.max_steps
-        self._progress.update(
-            step=result.step,
-            loss=result.loss if result.smoothed_loss is None else result.smoothed_loss,
-            learning_rate=result.learning_rate,
-            samples=result.samples,
-            now=time.monotonic(),
-            samples_per_second=result.recent_samples_per_second,
-            mfu=result.mfu,
-            peak_memory_mb=result.peak_memory_mb,
-        )
+        self._progress.update(result, time.monotonic())
         self._display.update(self._progress)
         if result.skipped:
             reason = f"its loss was {result.loss}"

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 
 import click
@@ -28,11 +29,10 @@ from smalti.rundir import (
     find_runs,
     phase_of,
     read_events,
-    shown_loss,
     to_json,
     watch_doubtful,
 )
-from smalti.types import RunValue
+from smalti.types import RunValue, StepResult
 
 _DIRECTORY = click.argument("directory", metavar="RUN_DIR", type=click.Path(path_type=Path))
 _TIMEOUT = click.option("--timeout", default=60.0, show_default=True, help="Seconds to wait for the run's answer.")
@@ -178,6 +178,21 @@ def _follow(watched: RunDirectory, offset: int, patience: float) -> Iterator[Eve
         time.sleep(POLL_SECONDS)
 
 
+def _result(event: Event) -> StepResult:
+    """The step of a step event. What another version has not written is not a number, or not known."""
+    optional = {each.name: event.number(each.name) for each in fields(StepResult) if each.default is None}
+    loss, norm, rate, samples, seconds = map(event.number, ("loss", "grad_norm", "learning_rate", "samples", "seconds"))
+    return StepResult(
+        step=event.step or 0,
+        loss=math.nan if loss is None else loss,
+        grad_norm=math.nan if norm is None else norm,
+        learning_rate=rate or 0.0,
+        samples=int(samples or 0),
+        seconds=seconds or 0.0,
+        **optional,
+    )
+
+
 class Watcher:
     """Shows events on a display."""
 
@@ -204,18 +219,8 @@ class Watcher:
         if self.progress is None:
             record, begun = self._watched.record(), event.time - (event.number("seconds") or 0.0)
             self.progress = Progress(step=step - 1, max_steps=max_steps, now=begun, started=record.started if record else None)
-        loss = shown_loss(event)
         self.progress.max_steps = max_steps
-        self.progress.update(
-            step=step,
-            loss=float("nan") if loss is None else loss,
-            learning_rate=event.number("learning_rate") or 0.0,
-            samples=int(event.number("samples") or 0),
-            now=event.time,
-            samples_per_second=event.number("recent_samples_per_second"),
-            mfu=event.number("mfu"),
-            peak_memory_mb=event.number("peak_memory_mb"),
-        )
+        self.progress.update(_result(event), event.time)
         return self.progress
 
     def _text(self, event: Event) -> str:
