@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Protocol, TextIO
 
 from smalti.hookspecs import hookimpl
 from smalti.rundir import Phase, overview, seconds_for
+from smalti.system import counted, format_bytes
 from smalti.types import Checkpoint, EvaluationResult, RunInfo, RunState, StepResult, ValidationResult
 
 if TYPE_CHECKING:
@@ -193,9 +194,9 @@ class Console:
         self._display = open_display(self._stream or sys.stderr)
         self._progress = Progress(step=state.step, max_steps=state.max_steps, now=time.monotonic())
         self._display.print(
-            f"{info.family} on {info.strategy}, {_count(info.world.size, 'rank')}: "
-            f"{info.trainable:,} of {_count(info.parameters, 'parameter')} trainable, "
-            f"{_count(info.effective_batch, 'sample')} per step, steps {state.step} to {state.max_steps}"
+            f"{info.family} on {info.strategy}, {counted(info.world.size, 'rank')}: "
+            f"{info.trainable:,} of {counted(info.parameters, 'parameter')} trainable, "
+            f"{counted(info.effective_batch, 'sample')} per step, steps {state.step} to {state.max_steps}"
         )
         self._display.print(f"timesteps: {info.timesteps}")
 
@@ -216,12 +217,12 @@ class Console:
     def on_validation(self, result: ValidationResult) -> None:
         if self._display is not None:
             of = f"of step {result.step}" if result.step else "of the model before training"
-            self._display.print(f"{_count(len(result.images), 'image')} {of}: {overview(result.folder)}")
+            self._display.print(f"{counted(len(result.images), 'image')} {of}: {overview(result.folder)}")
 
     @hookimpl
     def on_evaluation(self, result: EvaluationResult) -> None:
         if self._display is not None:
-            over = _count(result.samples, "held-out image")
+            over = counted(result.samples, "held-out image")
             self._display.print(
                 f"evaluation of step {result.step}: loss {result.loss:.4g} over {over} ({result.seconds:.1f} s)"
             )
@@ -229,9 +230,9 @@ class Console:
     @hookimpl
     def on_checkpoint(self, checkpoint: Checkpoint) -> None:
         if self._display is not None:
-            mebibytes = checkpoint.size / 2**20
+            size = format_bytes(checkpoint.size)
             self._display.print(
-                f"checkpoint of step {checkpoint.step}: {checkpoint.path} ({mebibytes:,.1f} MiB in {checkpoint.seconds:.1f} s)"
+                f"checkpoint of step {checkpoint.step}: {checkpoint.path} ({size} in {checkpoint.seconds:.1f} s)"
             )
 
     @hookimpl
@@ -244,10 +245,6 @@ class Console:
         if self._display is not None:
             self._display.close()
             self._display = None
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number:,} {noun}" + ("" if number == 1 else "s")
 
 
 plugin = Console()

@@ -35,9 +35,6 @@ from smalti.rundir import (
 from smalti.types import RunValue, StepResult
 
 _DIRECTORY = click.argument("directory", metavar="RUN_DIR", type=click.Path(path_type=Path))
-_TIMEOUT = click.option("--timeout", default=60.0, show_default=True, help="Seconds to wait for the run's answer.")
-_NO_WAIT = click.option("--no-wait", is_flag=True, help="Do not wait for the answer.")
-_JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 _TITLES = ("run", "status", "step", "smoothed loss", "samples/s", "eta", "age")
 _COLOURS = {"running": "green", "stale": "yellow", "failed": "red", "finished": "blue"}
 
@@ -275,34 +272,22 @@ def _request(directory: Path, kind: RequestKind, timeout: float, *, wait: bool, 
     return ExitCode.DONE if done else ExitCode.FAILED
 
 
-@run.command(examples=("smalti run stop runs/first", "smalti run stop runs/first --no-wait"))
-@_DIRECTORY
-@_TIMEOUT
-@_NO_WAIT
-@_JSON
-@click.pass_context
-def stop(context: click.Context, directory: Path, timeout: float, no_wait: bool, as_json: bool) -> None:
-    """Ask a run to finish its step, save a checkpoint and stop."""
-    context.exit(_request(directory, "stop", timeout, wait=not no_wait, as_json=as_json))
+def _add_request(kind: RequestKind, summary: str, *examples: str) -> None:
+    @run.command(kind, help=summary, examples=examples)
+    @_DIRECTORY
+    @click.option("--timeout", default=60.0, show_default=True, help="Seconds to wait for the run's answer.")
+    @click.option("--no-wait", is_flag=True, help="Do not wait for the answer.")
+    @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+    @click.pass_context
+    def command(context: click.Context, directory: Path, timeout: float, no_wait: bool, as_json: bool) -> None:
+        context.exit(_request(directory, kind, timeout, wait=not no_wait, as_json=as_json))
 
 
-@run.command(examples=("smalti run save runs/first --timeout=300",))
-@_DIRECTORY
-@_TIMEOUT
-@_NO_WAIT
-@_JSON
-@click.pass_context
-def save(context: click.Context, directory: Path, timeout: float, no_wait: bool, as_json: bool) -> None:
-    """Ask a run to save a checkpoint after its step."""
-    context.exit(_request(directory, "save", timeout, wait=not no_wait, as_json=as_json))
-
-
-@run.command(examples=("smalti run sample runs/first",))
-@_DIRECTORY
-@_TIMEOUT
-@_NO_WAIT
-@_JSON
-@click.pass_context
-def sample(context: click.Context, directory: Path, timeout: float, no_wait: bool, as_json: bool) -> None:
-    """Ask a run to generate its validation images after its step."""
-    context.exit(_request(directory, "sample", timeout, wait=not no_wait, as_json=as_json))
+_add_request(
+    "stop",
+    "Ask a run to finish its step, save a checkpoint and stop.",
+    "smalti run stop runs/first",
+    "smalti run stop runs/first --no-wait",
+)
+_add_request("save", "Ask a run to save a checkpoint after its step.", "smalti run save runs/first --timeout=300")
+_add_request("sample", "Ask a run to generate its validation images after its step.", "smalti run sample runs/first")

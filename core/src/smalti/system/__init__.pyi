@@ -22,6 +22,7 @@ from .exit_reports import (
 from .files import (
     Block as Block,
     atomic_write as atomic_write,
+    counted as counted,
     create as create,
     format_bytes as format_bytes,
     free_bytes as free_bytes,

@@ -82,6 +82,11 @@ def free_bytes(path: Path) -> int | None:
     return status.f_frsize * (status.f_bfree if os.geteuid() == 0 else status.f_bavail)
 
 
+def counted(number: int, noun: str, nouns: str = "") -> str:
+    """1 -> "1 block", 2 -> "2 blocks"."""
+    return f"{number:,} {noun if number == 1 else nouns or noun + 's'}"
+
+
 def format_bytes(number: int) -> str:
     """1536 -> "1.5 KiB"."""
     units = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
