@@ -219,11 +219,11 @@ def test_all_packages_have_one_version_and_their_official_names(root):
 
 
 def test_the_table_of_packages_has_those_that_each_of_them_depends_on(root):
-    official = {package.distribution: package.plugin for package in PACKAGES}
+    official = {package.distribution for package in PACKAGES}
     for package in PACKAGES:
         project = root / "plugins" / (package.folder or package.plugin) / "pyproject.toml"
         declared = tomllib.loads(project.read_text())["project"]["dependencies"]
-        assert set(package.needs) == {official[name] for name in map(name_of, declared) if name in official}
+        assert {PLUGINS[need].distribution for need in package.needs} == official & set(map(name_of, declared))
 
 
 def name_of(requirement: str) -> str:

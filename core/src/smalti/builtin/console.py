@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Protocol, TextIO
 
 from smalti.hookspecs import hookimpl
 from smalti.rundir import Phase, overview, seconds_for
-from smalti.system import counted, format_bytes
+from smalti.system import counted, duration, format_bytes
 from smalti.types import Checkpoint, EvaluationResult, RunInfo, RunState, StepResult, ValidationResult
 
 if TYPE_CHECKING:
@@ -170,14 +170,6 @@ def speed(samples_per_second: float | None) -> str:
     if samples_per_second is None:
         return "-"
     return f"{samples_per_second:.3g}" if samples_per_second < 1000 else f"{samples_per_second:,.0f}"
-
-
-def duration(seconds: float | None) -> str:
-    """Hours, minutes and seconds, "0:05:10"; "-" if it is unknown."""
-    if seconds is None:
-        return "-"
-    minutes, rest = divmod(round(seconds), 60)
-    return f"{minutes // 60}:{minutes % 60:02}:{rest:02}"
 
 
 class Console:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import click
 
-from smalti.builtin import LINE_SECONDS, Display, PhaseProgress, Progress, duration, open_display, speed
+from smalti.builtin import LINE_SECONDS, Display, PhaseProgress, Progress, open_display, speed
 from smalti.cli.output import print_table
 from smalti.cli.pages.help import Group
 from smalti.errors import ExitCode
@@ -32,6 +32,7 @@ from smalti.rundir import (
     to_json,
     watch_doubtful,
 )
+from smalti.system import duration
 from smalti.types import RunValue, StepResult
 
 _DIRECTORY = click.argument("directory", metavar="RUN_DIR", type=click.Path(path_type=Path))

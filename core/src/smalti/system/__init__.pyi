@@ -24,6 +24,7 @@ from .files import (
     atomic_write as atomic_write,
     counted as counted,
     create as create,
+    duration as duration,
     format_bytes as format_bytes,
     free_bytes as free_bytes,
     fsync_directory as fsync_directory,

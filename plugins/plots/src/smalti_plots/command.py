@@ -7,9 +7,9 @@ from pathlib import Path
 import click
 
 from smalti import UserError
-from smalti.builtin import duration
 from smalti.cli import Command, print_table
 from smalti.rundir import RunDirectory, to_json
+from smalti.system import duration
 from smalti_plots.goodput import KINDS, read_goodput
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from smalti import (
     Checkpoint,
+    CommandCollector,
     ExitCode,
     Outcome,
     RankInfo,
@@ -20,7 +21,6 @@ from smalti import (
     hookimpl,
 )
 from smalti.rundir import CONTACT_SHEET, EventWriter, Phase, RunDirectory, read_events_backwards
-from smalti.types import CommandCollector
 from smalti_plots.goodput import TimeAccount, before_attempt, read_goodput
 
 
