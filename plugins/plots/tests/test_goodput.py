@@ -16,7 +16,7 @@ from smalti.builtin.run_directory import Events
 from smalti.cli.entry import smalti
 from smalti.rundir import Event, RunDirectory, RunWriter, acquire, read_events
 from smalti_plots.goodput import KINDS, Goodput, Lost, TimeAccount, before_attempt, goodput_of, read_goodput
-from smalti_plots.plugin import Plots
+from smalti_plots.time_plugin import GoodputCounter
 
 
 class History:
@@ -190,22 +190,22 @@ def test_a_step_that_fails_is_lost_with_the_wait_in_it(monkeypatch: pytest.Monke
 
 def train(writer: RunWriter, begin: int, last: int, outcome: Outcome | None = None) -> None:
     """Steps of a quarter of a second, and the end if there is an outcome."""
-    plots, events = Plots(), Events(writer)
-    plots.on_rank_start(SimpleNamespace(writer=writer))
+    counter, events = GoodputCounter(), Events(writer)
+    counter.on_rank_start(SimpleNamespace(writer=writer))
     writer.events.append("state", step=begin, state="running")
     state = RunState(max_steps=10, step=begin)
     for number in range(begin + 1, last + 1):
         result = StepResult(step=number, loss=0.5, grad_norm=1.0, learning_rate=1e-4, samples=8, seconds=0.25)
-        plots.on_step_end(result)
+        counter.on_step_end(result)
         events.write_step(state, result)
     if outcome is not None:
         events.on_train_end(state, outcome)
-    plots.on_rank_end()
+    counter.on_rank_end()
 
 
 def test_hook_describe_run_has_the_goodput_of_a_run(tmp_path: Path) -> None:
     directory = RunDirectory(tmp_path)
-    [unknown] = Plots().describe_run(directory)
+    [unknown] = GoodputCounter().describe_run(directory)
     assert (unknown.name, unknown.text, unknown.value) == ("goodput", "-", None)
     with acquire(directory) as writer:
         train(writer, 0, 3)
@@ -215,10 +215,10 @@ def test_hook_describe_run_has_the_goodput_of_a_run(tmp_path: Path) -> None:
     assert found is not None
     assert found.seconds["training"] == pytest.approx(1.0)
     assert found.causes["killed"].steps == 2
-    [value] = Plots().describe_run(directory)
+    [value] = GoodputCounter().describe_run(directory)
     assert (value.text, value.value) == (f"{found.share:.0%}", found.as_json())
-    assert Plots().on_launch_end(directory, ExitCode.DONE) == [f"time         {found}"]
-    assert Plots().on_launch_end(directory, ExitCode.TAKEN_OVER) == []
+    assert GoodputCounter().on_launch_end(directory, ExitCode.DONE) == [f"time         {found}"]
+    assert GoodputCounter().on_launch_end(directory, ExitCode.TAKEN_OVER) == []
     assert writer.events.extras == []
 
 

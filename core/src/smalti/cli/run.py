@@ -7,7 +7,7 @@ import os
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from pathlib import Path
 
 import click
@@ -178,7 +178,6 @@ def _follow(watched: RunDirectory, offset: int, patience: float) -> Iterator[Eve
 
 def _result(event: Event) -> StepResult:
     """The step of a step event. What another version has not written is not a number, or not known."""
-    optional = {each.name: event.number(each.name) for each in fields(StepResult) if each.default is None}
     loss, norm, rate, samples, seconds = map(event.number, ("loss", "grad_norm", "learning_rate", "samples", "seconds"))
     return StepResult(
         step=event.step or 0,
@@ -187,7 +186,10 @@ def _result(event: Event) -> StepResult:
         learning_rate=rate or 0.0,
         samples=int(samples or 0),
         seconds=seconds or 0.0,
-        **optional,
+        mfu=event.number("mfu"),
+        peak_memory_mb=event.number("peak_memory_mb"),
+        smoothed_loss=event.number("smoothed_loss"),
+        recent_samples_per_second=event.number("recent_samples_per_second"),
     )
 
 

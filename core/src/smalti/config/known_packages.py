@@ -201,7 +201,8 @@ PACKAGES = (
         caches=("model-facts", "plan-calibrations", "rehearsals"),
     ),
     Package(plugin="optimizers", optimizers=("adamw8bit", "lion", "prodigy", "stableadamw")),
-    Package(plugin="plots", commands=("run goodput",)),
+    Package(plugin="goodput", folder="plots", commands=("run goodput",)),
+    Package(plugin="plots"),
     Package(plugin="trackers", folder="plots", options=("report_to", "tracker_project_name")),
     Package(
         plugin="hub",
@@ -244,7 +245,7 @@ PACKAGES = (
         commands=("health",),
     ),
     Package(plugin="migrate", options=("defaults_from",), commands=("checkpoint convert", "config import")),
-    Package(plugin="webui", needs=("health", "migrate", "plots"), commands=("ui",)),
+    Package(plugin="webui", needs=("goodput", "health", "migrate"), commands=("ui",)),
     Package(plugin="testing", commands=("plugin", "dataset reference")),
 )
 

@@ -25,7 +25,7 @@ def goodput(directory: Path, as_json: bool) -> None:
     found = read_goodput(RunDirectory(directory))
     if found is None:
         raise UserError(
-            f"{directory} has no step whose time was counted: the plugin 'plots' counts it on the main rank",
+            f"{directory} has no step whose time was counted: the plugin 'goodput' counts it on the main rank",
             fix="`smalti run ls` lists runs and their status",
         )
     if as_json:
