@@ -6,7 +6,7 @@ import pytest
 
 from smalti.checkpoint.format.manifest import SUSPECT
 from smalti.checkpoint.format.store import CheckpointStore
-from smalti.rundir import read_circuit
+from smalti_health.circuit_file import read_circuit
 from smalti_health.circuits import reset_circuit
 
 OPTIONS = {"max_train_steps": 6, "train_batch_size": 4}

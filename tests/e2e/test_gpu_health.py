@@ -8,7 +8,7 @@ import json
 import pytest
 
 from smalti.checkpoint import SUSPECT, CheckpointStore, verify
-from smalti.rundir import read_circuits
+from smalti_health import read_circuits
 from smalti_testing.http_receiver import Receiver
 from smalti_testing.nvml import FakeNvml
 

@@ -9,6 +9,7 @@ import torch
 from smalti.checkpoint.format.store import CheckpointStore
 from smalti.checkpoint.format.verification import verify
 from smalti.rundir.directory import RunDirectory
+from smalti_plots.goodput import read_goodput
 
 SAVES_OFTEN = {
     "max_train_steps": 14,
@@ -56,7 +57,7 @@ def test_a_killed_run_ends_bit_equal_to_one_that_was_not(tmp_path, killed, train
     assert resumed.losses[-3:] == whole.losses[-3:]
     steps = [event["step"] for event in resumed.events("step")]
     [_, began] = [event for event in resumed.events("state") if event["state"] == "running"]
-    goodput = RunDirectory(resumed.directory).goodput()
+    goodput = read_goodput(RunDirectory(resumed.directory))
     assert list(goodput.causes) == ["killed"]
     assert goodput.causes["killed"].steps == len(steps) - len(set(steps)) == max(steps[: -(14 - began["step"])]) - began["step"]
     made = {event["step"]: event["seconds"] for event in resumed.events("step")}  # the later one of each

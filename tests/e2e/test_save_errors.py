@@ -11,6 +11,7 @@ import pytest
 from smalti.checkpoint.format.store import CheckpointStore
 from smalti.checkpoint.format.verification import verify
 from smalti.rundir.directory import RunDirectory
+from smalti_plots.goodput import read_goodput
 
 MIB = 2**20
 OPTIONS = {
@@ -97,7 +98,7 @@ def test_a_run_pauses_until_there_is_room_and_answers_meanwhile(small_disk, trai
     first, second = [event["message"] for event in run.events("warning")]
     assert first.endswith("less than disk_low=2MiB: no steps are made until there is room")
     assert second.endswith("free again: training continues")
-    assert directory.goodput().seconds["paused"] > 0
+    assert read_goodput(directory).seconds["paused"] > 0
 
 
 @pytest.mark.parametrize(("action", "code", "step"), [("stop", 1, 1), ("warn", 0, 3)])

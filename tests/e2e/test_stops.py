@@ -14,6 +14,7 @@ import pytest
 
 from smalti.checkpoint.format.store import CheckpointStore
 from smalti.rundir.directory import RunDirectory
+from smalti_plots.goodput import read_goodput
 from support.forked_popen import run_forked
 from support.processes import commands, living, send_signal
 
@@ -64,7 +65,7 @@ def test_what_a_library_would_do_at_the_very_end_of_a_process_cannot_make_a_run_
     )
     assert (ended.code, "smalti: done: trained 2 steps" in ended.output) == (0, True), ended.output
     assert "--max_train_steps=4" in ended.output
-    assert f"  time         {RunDirectory(tmp_path / 'run').goodput()}" in ended.output
+    assert f"  time         {read_goodput(RunDirectory(tmp_path / 'run'))}" in ended.output
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

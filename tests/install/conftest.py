@@ -177,7 +177,7 @@ def site(tmp_path_factory) -> Site:
     root, wheels = tmp_path_factory.mktemp("site"), tmp_path_factory.mktemp("wheels")
     wanted = {name: build_wheel(wheels, f"smalti-{name.replace('_', '-')}", "1.2", name, body) for name, body in BODIES.items()}
     wanted["twin"] = build_wheel(wheels, "smalti-twin", "0.9", "good", GOOD)
-    wanted["impostor"] = build_wheel(wheels, "smalti-impostor", "0.9", "folders", GOOD)
+    wanted["impostor"] = build_wheel(wheels, "smalti-impostor", "0.9", "console", GOOD)
     wanted["too_new"] = build_wheel(wheels, "smalti-too-new", "7.0", "too_new", GOOD, "smalti>=99")
     wanted["fitting"] = build_wheel(wheels, "smalti-fitting", "7.0", "fitting", GOOD, "smalti<99")
     install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--disable-pip-version-check"]

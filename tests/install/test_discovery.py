@@ -111,8 +111,8 @@ def test_the_list_tells_of_two_packages_with_one_plugin_name(site):
 
 
 def test_no_package_can_take_the_name_of_a_built_in_plugin(site):
-    assert "plugin 'folders': smalti-impostor 0.9 has a plugin of the same name" in site.run("impostor", *TRAIN).error
-    assert site.run("impostor", "plugins", "--json").plugins["folders"]["distribution"] == "smalti"
+    assert "plugin 'console': smalti-impostor 0.9 has a plugin of the same name" in site.run("impostor", *TRAIN).error
+    assert site.run("impostor", "plugins", "--json").plugins["console"]["distribution"] == "smalti"
 
 
 @pytest.mark.parametrize(

@@ -14,10 +14,11 @@ import torch
 from smalti.checkpoint.format.manifest import SUSPECT
 from smalti.checkpoint.format.store import CheckpointStore
 from smalti.checkpoint.format.verification import verify
-from smalti.rundir import CircuitFault, read_circuit, read_events
+from smalti.rundir import read_events
 from smalti.system import kill_tree
 from smalti.training.failures.faults import is_fault
 from smalti.training.failures.out_of_memory import is_out_of_memory
+from smalti_health.circuit_file import CircuitFault, read_circuit
 from smalti_health.circuits import open_circuit, repeated_fault, reset_circuit
 from smalti_health.hangs.stragglers import Stragglers
 from support.images import images_in

@@ -50,6 +50,7 @@ from .types import (
     Registered as Registered,
     RunInfo as RunInfo,
     RunState as RunState,
+    RunValue as RunValue,
     StepBoundary as StepBoundary,
     StepResult as StepResult,
     StopReason as StopReason,

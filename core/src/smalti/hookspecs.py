@@ -44,6 +44,8 @@ The hooks in the order of a run:
       diagnose                   what is wrong with this node, for this configuration
     smalti plan
       propose_strategies         ways to spread this run over ranks, and what each takes
+    smalti run ls
+      describe_run               what is known of a run beside what the core lists
 
 There are three kinds of hooks. The first word of each docstring says which kind it is:
 
@@ -95,6 +97,7 @@ from smalti.types import (
     RankInfo,
     RunInfo,
     RunState,
+    RunValue,
     StepBoundary,
     StepResult,
     StorageEntry,
@@ -443,5 +446,14 @@ class HookSpecs:
         raises InvalidOptionError, which ends the diagnosis of this plugin. Called in the process of the command, in a thread
         with a time limit of 30 seconds: a driver that hangs is one more finding. Import torch in a child process only. Do not
         write anything that remains.
+        """
+        raise NotImplementedError
+
+    @_spec
+    def describe_run(self, directory: RunDirectory) -> list[RunValue]:
+        """gather: further columns of `smalti run ls` for one run.
+
+        The run in `directory` may still train, have ended, or be of another host. Return the same columns for
+        every run. Called once for each run: read the end of its events only.
         """
         raise NotImplementedError

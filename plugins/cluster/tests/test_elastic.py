@@ -8,13 +8,13 @@ import pytest
 
 from smalti.config import LaunchOptions, TrainingOptions
 from smalti.errors import ConfigError, ExitCode, FaultLoopError
-from smalti.rundir import CircuitFault
 from smalti_cluster.elastic.excluded import EXCLUDED, exclude, refuse_excluded
 from smalti_cluster.elastic.messages import Generation, GroupEnd, Place, read_group_end
 from smalti_cluster.elastic.policy import decide, fault_of_node
 from smalti_cluster.elastic.rendezvous import LOST_SECONDS, KeepAlives
 from smalti_cluster.elastic.sizes import possible_sizes
 from smalti_cluster.options import ClusterOptions, is_elastic, node_range
+from smalti_health import CircuitFault
 from smalti_health.circuits import open_circuit
 
 FAULT = CircuitFault(kind="ecc", time=1000.0, step=7, host=socket.gethostname(), rank=3, uuid="GPU-1", message="row 4")

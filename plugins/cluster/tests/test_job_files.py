@@ -13,7 +13,7 @@ from click.testing import CliRunner
 from hypothesis import HealthCheck, Phase, example, given, settings, strategies as st
 
 from smalti.errors import ExitCode, UserError
-from smalti.rundir import CircuitFault, acquire
+from smalti.rundir import acquire
 from smalti.rundir.directory import RunDirectory
 from smalti_cluster.elastic.excluded import exclude
 from smalti_cluster.jobs.commands import launch
@@ -21,6 +21,7 @@ from smalti_cluster.jobs.job import Job, job_name, job_of
 from smalti_cluster.jobs.kubernetes_manifest import KubernetesOptions, manifest
 from smalti_cluster.jobs.nodes_of_job import nodes_with_faults, result_of
 from smalti_cluster.jobs.slurm_script import SlurmOptions, job_script
+from smalti_health import CircuitFault
 from smalti_health.circuits import open_circuit
 
 _STAND_INS = {

@@ -2,7 +2,7 @@
 
 import pytest
 
-from smalti.rundir import Circuit, CircuitFault, circuit_file, read_circuit, read_circuits
+from smalti_health.circuit_file import Circuit, CircuitFault, circuit_file, read_circuit, read_circuits
 from smalti_health.circuits import close_circuit, open_circuit, repeated_fault, reset_circuit
 
 

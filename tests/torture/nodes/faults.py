@@ -8,7 +8,7 @@ from pathlib import Path
 from random import Random
 
 from smalti.checkpoint import SUSPECT, CheckpointStore, verify
-from smalti.rundir import read_circuit
+from smalti_health.circuit_file import read_circuit
 from smalti_health.circuits import reset_circuit
 from smalti_testing.http_receiver import Receiver
 from support.nodes import Cluster, forbidden

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from random import Random
 
-from smalti.rundir import CircuitFault
+from smalti_health import CircuitFault
 from smalti_health.circuits import open_circuit
 from support.nodes import Cluster
 from support.slurm import Slurm, SlurmRun, slurm_forbidden

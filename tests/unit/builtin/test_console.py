@@ -39,8 +39,8 @@ def _info(rank: int = 0) -> RunInfo:
     )
 
 
-def _result(step: int, loss: float = 0.5, skipped: bool = False) -> StepResult:
-    return StepResult(step=step, loss=loss, grad_norm=1.0, learning_rate=1e-4, samples=8, seconds=0.1, skipped=skipped)
+def _result(step: int, loss: float = 0.5, **more: float) -> StepResult:
+    return StepResult(step=step, loss=loss, grad_norm=1.0, learning_rate=1e-4, samples=8, seconds=0.1, **more)
 
 
 def _shown(console: Console, stream: io.StringIO, steps: int, rank: int = 0) -> list[str]:
@@ -72,8 +72,8 @@ def test_the_loss_on_held_out_pictures_is_told() -> None:
 
 def test_a_line_tells_what_is_known_of_the_devices() -> None:
     progress = Progress(step=0, max_steps=9, now=0.0)
-    progress.update(step=1, loss=1.0, learning_rate=0.1, samples=8, now=1.0, mfu=0.4128, peak_memory_mb=3 * 1024)
-    progress.update(step=2, loss=1.0, learning_rate=0.1, samples=8, now=2.0)
+    progress.update(_result(step=1, mfu=0.4128, peak_memory_mb=3 * 1024), 1.0)
+    progress.update(_result(step=2), 2.0)
     assert "  mfu 41.3%  3.0 GiB  " in progress.line()
 
 
@@ -133,7 +133,7 @@ def test_the_loss_is_the_mean_of_about_twenty_steps() -> None:
 def test_a_line_has_all_figures() -> None:
     progress = Progress(step=0, max_steps=100, now=0)
     for step in range(1, 11):
-        progress.update(step=step, loss=0.25, learning_rate=1e-4, samples=8, now=step * 2, samples_per_second=4)
+        progress.update(_result(step=step, smoothed_loss=0.25, recent_samples_per_second=4), step * 2)
     stream = io.StringIO()
     LineDisplay(stream).update(progress)
     assert stream.getvalue() == "step  10/100  loss 0.25     eta 0:03:00  4 samples/s  lr 1.00e-04  elapsed 0:00:20\n"
@@ -156,7 +156,7 @@ def test_lines_come_for_the_first_step_then_now_and_then_and_for_the_last() -> N
     progress = Progress(step=0, max_steps=30, now=0)
     for step in range(1, 31):
         now = float(step)
-        progress.update(step=step, loss=1, learning_rate=0, samples=1, now=now)
+        progress.update(_result(step=step), now)
         display.update(progress)
     display.close()
     assert [line.split()[1] for line in stream.getvalue().splitlines()] == ["1/30", "11/30", "21/30", "30/30"]
@@ -217,10 +217,14 @@ def test_checkpoints_pictures_left_out_steps_and_errors_are_told() -> None:
 _SCRIPT = """
 import sys
 from smalti.builtin.console import Progress, open_display
+from smalti.types import StepResult
 display = open_display(sys.stderr)
 progress = Progress(step=0, max_steps=3, now=0)
 for step in (1, 2, 3):
-    progress.update(step=step, loss=0.5, learning_rate=1e-4, samples=8, now=step, samples_per_second=8)
+    result = StepResult(
+        step=step, loss=0.5, grad_norm=1, learning_rate=1e-4, samples=8, seconds=1, recent_samples_per_second=8
+    )
+    progress.update(result, step)
     display.update(progress)
 display.print("checkpoint [1/2] written")
 print("a result")

@@ -3,7 +3,6 @@ from .console import (
     Display as Display,
     PhaseProgress as PhaseProgress,
     Progress as Progress,
-    duration as duration,
     open_display as open_display,
     speed as speed,
 )

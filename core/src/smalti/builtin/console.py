@@ -10,10 +10,12 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol, TextIO
 
 from smalti.hookspecs import hookimpl
 from smalti.rundir import Phase, overview, seconds_for
+from smalti.system import counted, duration, format_bytes
 from smalti.types import Checkpoint, EvaluationResult, RunInfo, RunState, StepResult, ValidationResult
 
 if TYPE_CHECKING:
@@ -31,46 +33,35 @@ class Progress:
     def __init__(self, *, step: int, max_steps: int, now: float, started: float | None = None) -> None:
         self.step = step
         self.max_steps = max_steps
-        self.learning_rate = 0.0
-        self.mfu: float | None = None
-        self.peak_memory_mb: float | None = None
-        self.loss = math.nan
-        self.samples_per_second: float | None = None
-        self._samples = 0
+        self._last = StepResult(step=step, loss=math.nan, grad_norm=math.nan, learning_rate=0.0, samples=0, seconds=0.0)
         self._updated = now
         self._started = now if started is None else started
 
-    def update(
-        self,
-        *,
-        step: int,
-        loss: float,
-        learning_rate: float,
-        samples: int,
-        now: float,
-        samples_per_second: float | None = None,
-        mfu: float | None = None,
-        peak_memory_mb: float | None = None,
-    ) -> None:
-        """The run has completed `step`. Loss and speed are smoothed (`SmoothedMetrics`). None keeps the last value."""
-        self.step, self.loss, self.learning_rate, self._updated = step, loss, learning_rate, now
-        self.samples_per_second, self._samples = samples_per_second, samples
-        self.mfu = self.mfu if mfu is None else mfu
-        self.peak_memory_mb = self.peak_memory_mb if peak_memory_mb is None else peak_memory_mb
+    def update(self, result: StepResult, now: float) -> None:
+        """The run has completed a step. What is known on logged steps only is shown until the next one."""
+        memory, mfu = result.peak_memory_mb, result.mfu
+        self._last = replace(
+            result,
+            mfu=self._last.mfu if mfu is None else mfu,
+            peak_memory_mb=self._last.peak_memory_mb if memory is None else memory,
+        )
+        self.step, self._updated = result.step, now
 
     def line(self) -> str:
         """Everything in one line, the most important first: a narrow terminal truncates the end."""
-        eta = seconds_for(self.max_steps - self.step, self._samples, self.samples_per_second)
+        last, rate = self._last, self._last.recent_samples_per_second
+        eta = seconds_for(self.max_steps - self.step, last.samples, rate)
         width = len(str(self.max_steps))
+        loss = last.loss if last.smoothed_loss is None else last.smoothed_loss
         return "  ".join(
             [
                 f"step {self.step:>{width}}/{self.max_steps}",
-                f"loss {self.loss:<7.4g}",
+                f"loss {loss:<7.4g}",
                 f"eta {duration(eta)}",
-                f"{speed(self.samples_per_second)} samples/s",
-                f"lr {self.learning_rate:.2e}",
-                *([] if self.mfu is None else [f"mfu {self.mfu:.1%}"]),
-                *([] if self.peak_memory_mb is None else [f"{self.peak_memory_mb / 1024:.1f} GiB"]),
+                f"{speed(rate)} samples/s",
+                f"lr {last.learning_rate:.2e}",
+                *([] if last.mfu is None else [f"mfu {last.mfu:.1%}"]),
+                *([] if last.peak_memory_mb is None else [f"{last.peak_memory_mb / 1024:.1f} GiB"]),
                 f"elapsed {duration(self._updated - self._started)}",
             ]
         )
@@ -181,14 +172,6 @@ def speed(samples_per_second: float | None) -> str:
     return f"{samples_per_second:.3g}" if samples_per_second < 1000 else f"{samples_per_second:,.0f}"
 
 
-def duration(seconds: float | None) -> str:
-    """Hours, minutes and seconds, "0:05:10"; "-" if it is unknown."""
-    if seconds is None:
-        return "-"
-    minutes, rest = divmod(round(seconds), 60)
-    return f"{minutes // 60}:{minutes % 60:02}:{rest:02}"
-
-
 class Console:
     """Shows the progress of a run on standard error; on the main rank only."""
 
@@ -203,9 +186,9 @@ class Console:
         self._display = open_display(self._stream or sys.stderr)
         self._progress = Progress(step=state.step, max_steps=state.max_steps, now=time.monotonic())
         self._display.print(
-            f"{info.family} on {info.strategy}, {_count(info.world.size, 'rank')}: "
-            f"{info.trainable:,} of {_count(info.parameters, 'parameter')} trainable, "
-            f"{_count(info.effective_batch, 'sample')} per step, steps {state.step} to {state.max_steps}"
+            f"{info.family} on {info.strategy}, {counted(info.world.size, 'rank')}: "
+            f"{info.trainable:,} of {counted(info.parameters, 'parameter')} trainable, "
+            f"{counted(info.effective_batch, 'sample')} per step, steps {state.step} to {state.max_steps}"
         )
         self._display.print(f"timesteps: {info.timesteps}")
 
@@ -214,16 +197,7 @@ class Console:
         if self._display is None:
             return
         self._progress.max_steps = state.max_steps
-        self._progress.update(
-            step=result.step,
-            loss=result.loss if result.smoothed_loss is None else result.smoothed_loss,
-            learning_rate=result.learning_rate,
-            samples=result.samples,
-            now=time.monotonic(),
-            samples_per_second=result.recent_samples_per_second,
-            mfu=result.mfu,
-            peak_memory_mb=result.peak_memory_mb,
-        )
+        self._progress.update(result, time.monotonic())
         self._display.update(self._progress)
         if result.skipped:
             reason = f"its loss was {result.loss}"
@@ -235,12 +209,12 @@ class Console:
     def on_validation(self, result: ValidationResult) -> None:
         if self._display is not None:
             of = f"of step {result.step}" if result.step else "of the model before training"
-            self._display.print(f"{_count(len(result.images), 'image')} {of}: {overview(result.folder)}")
+            self._display.print(f"{counted(len(result.images), 'image')} {of}: {overview(result.folder)}")
 
     @hookimpl
     def on_evaluation(self, result: EvaluationResult) -> None:
         if self._display is not None:
-            over = _count(result.samples, "held-out image")
+            over = counted(result.samples, "held-out image")
             self._display.print(
                 f"evaluation of step {result.step}: loss {result.loss:.4g} over {over} ({result.seconds:.1f} s)"
             )
@@ -248,9 +222,9 @@ class Console:
     @hookimpl
     def on_checkpoint(self, checkpoint: Checkpoint) -> None:
         if self._display is not None:
-            mebibytes = checkpoint.size / 2**20
+            size = format_bytes(checkpoint.size)
             self._display.print(
-                f"checkpoint of step {checkpoint.step}: {checkpoint.path} ({mebibytes:,.1f} MiB in {checkpoint.seconds:.1f} s)"
+                f"checkpoint of step {checkpoint.step}: {checkpoint.path} ({size} in {checkpoint.seconds:.1f} s)"
             )
 
     @hookimpl
@@ -263,10 +237,6 @@ class Console:
         if self._display is not None:
             self._display.close()
             self._display = None
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number:,} {noun}" + ("" if number == 1 else "s")
 
 
 plugin = Console()

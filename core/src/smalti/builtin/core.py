@@ -1,4 +1,4 @@
-"""The hooks of the core: its options, checks, blocks, optimizers, checkpoints and reactions to GPU faults."""
+"""The hooks of the core: options, checks, folders as storages, blocks, optimizers, checkpoints, reactions to GPU faults."""
 
 from __future__ import annotations
 
@@ -22,9 +22,10 @@ from smalti.config import (
     package_of_scheme,
     warm_up_problem,
 )
+from smalti.data import BUILT_IN_METADATA, BUILT_IN_STORAGES
 from smalti.errors import Problem
 from smalti.hookspecs import hookimpl
-from smalti.types import Block, Checkpoint, CheckpointFormat, FaultAction, GpuFault, OptimizerEntry
+from smalti.types import Block, Checkpoint, CheckpointFormat, FaultAction, GpuFault, MetadataEntry, OptimizerEntry, StorageEntry
 
 if TYPE_CHECKING:
     import torch
@@ -93,6 +94,14 @@ class Core:
     @hookimpl
     def register_optimizers(self) -> list[OptimizerEntry]:
         return list(OPTIMIZERS)
+
+    @hookimpl
+    def register_storage(self) -> list[StorageEntry]:
+        return list(BUILT_IN_STORAGES)
+
+    @hookimpl
+    def register_metadata_backends(self) -> list[MetadataEntry]:
+        return list(BUILT_IN_METADATA)
 
     @hookimpl
     def register_checkpoint_formats(self) -> list[CheckpointFormat]:

@@ -13,13 +13,9 @@ from smalti.hookspecs import hookimpl
 from smalti.rundir import (
     Condition,
     EventKind,
-    Phase,
     Request,
     RunWriter,
-    TimeAccount,
-    before_attempt,
     overview,
-    read_events_backwards,
 )
 from smalti.types import (
     Checkpoint,
@@ -50,7 +46,6 @@ class Events:
 
     def __init__(self, writer: RunWriter | None = None) -> None:
         self._writer = writer
-        self.account: TimeAccount | None = None
         self._error: BaseException | None = None
         self._checked_at = 0.0
         self._generates_images = False
@@ -59,9 +54,6 @@ class Events:
     def _append(self, kind: EventKind, step: int, **fields: object) -> None:
         if self._writer is not None:
             self._writer.events.append(kind, step=step, **fields)
-
-    def _time(self) -> dict[str, object]:
-        return {} if self.account is None else {"time": self.account.now().as_fields()}
 
     @hookimpl(tryfirst=True)  # so that events of other plugins can be written
     def on_train_start(self, state: RunState, info: RunInfo) -> None:
@@ -74,7 +66,6 @@ class Events:
         self._generates_images = "validation" in info.periodic
         self._interval = info.config[TrackingOptions].log_interval
         writer.take_launch_files()
-        self.account = TimeAccount(before_attempt(read_events_backwards(writer.events.path), state.step, time.time()))
         self._append(
             "state",
             step=state.step,
@@ -86,7 +77,6 @@ class Events:
             trainable=info.trainable,
             effective_batch=info.effective_batch,
             plugins=info.plugins,
-            **self._time(),
         )
 
     @staticmethod
@@ -98,16 +88,9 @@ class Events:
             ownership.on_lost()
 
     @hookimpl
-    def on_phase(self, phase: Phase) -> None:
-        if self.account is not None:
-            self.account.enter(phase.name)
-
-    @hookimpl
     def on_step_end(self, state: RunState, result: StepResult) -> None:
         if self._writer is None:
             return
-        if self.account is not None:
-            self.account.step(result.seconds, result.data_seconds, skipped=result.skipped)
         if result.step % self._interval == 0 or result.skipped or result.step == state.max_steps:
             self.write_step(state, result)
         if (since := time.monotonic() - self._checked_at) > CHECK_SECONDS:
@@ -117,7 +100,7 @@ class Events:
     def write_step(self, state: RunState, result: StepResult) -> None:
         """Write a step, without values that are None. `max_steps` is in every line: the last one is enough to show progress."""
         known = {name: value for name, value in asdict(result).items() if value is not None}
-        self._append("step", max_steps=state.max_steps, epoch=state.epoch, **{**known, **self._time()})
+        self._append("step", max_steps=state.max_steps, epoch=state.epoch, **known)
 
     @hookimpl
     def on_validation(self, result: ValidationResult) -> None:
@@ -141,8 +124,6 @@ class Events:
     def on_checkpoint(self, checkpoint: Checkpoint) -> None:
         if self._writer is None:
             return
-        if self.account is not None:
-            self.account.saved(checkpoint.blocked)
         self._append("checkpoint", **asdict(checkpoint) | {"path": self._writer.directory.relative(checkpoint.path)})
 
     @hookimpl
@@ -170,13 +151,11 @@ class Events:
         if writer is None:
             return
         if outcome is not None:
-            writer.end(state.step, _condition(outcome.reason), outcome.message, outcome.exit_code, **self._time())
+            writer.end(state.step, _condition(outcome.reason), outcome.message, outcome.exit_code)
             return
-        if self.account is not None:
-            self.account.fail()
         message = f"{type(self._error).__name__}: {self._error}" if self._error else "an exception ended it"
         code = self._error.exit_code if isinstance(self._error, UserError | GpuFaultError) else ExitCode.FAILED
-        writer.end(state.step, "failed", message, code, **self._time())
+        writer.end(state.step, "failed", message, code)
 
     def _answer(self, writer: RunWriter, state: RunState, since: float = CHECK_SECONDS) -> None:
         for request in writer.take_requests():

@@ -12,7 +12,7 @@ from textwrap import wrap
 import click
 
 from smalti.errors import UserError
-from smalti.system import atomic_write, format_bytes as format_bytes
+from smalti.system import atomic_write, counted as counted, format_bytes as format_bytes
 
 _NARROWEST = 24
 """The least width of the last column. If there is less space, it is printed on a line of its own."""
@@ -45,11 +45,6 @@ def _last(text: str, begin: int, columns: int) -> str:
     if columns - begin >= _NARROWEST:
         return f"\n{'':>{begin}}".join(wrap(text, columns - begin, break_on_hyphens=False))
     return "".join(f"\n    {line}" for line in wrap(text, max(columns - 4, _NARROWEST), break_on_hyphens=False))
-
-
-def counted(number: int, noun: str, nouns: str = "") -> str:
-    """1 -> "1 block", 2 -> "2 blocks"."""
-    return f"{number:,} {noun if number == 1 else nouns or noun + 's'}"
 
 
 def write_output(text: str, target: Path | None, *, replace: bool, fix: str = "--force replaces it") -> None:

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import math
+import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
 import click
 
-from smalti.builtin import LINE_SECONDS, Display, PhaseProgress, Progress, duration, open_display, speed
+from smalti.builtin import LINE_SECONDS, Display, PhaseProgress, Progress, open_display, speed
 from smalti.cli.output import print_table
 from smalti.cli.pages.help import Group
-from smalti.errors import ExitCode, UserError
+from smalti.errors import ExitCode
+from smalti.hookspecs import HookSpecs
+from smalti.plugins import load_plugins, selection_of
 from smalti.rundir import (
-    KINDS,
     POLL_SECONDS,
     Event,
     Phase,
@@ -26,16 +29,14 @@ from smalti.rundir import (
     find_runs,
     phase_of,
     read_events,
-    shown_loss,
     to_json,
     watch_doubtful,
 )
+from smalti.system import duration
+from smalti.types import RunValue, StepResult
 
 _DIRECTORY = click.argument("directory", metavar="RUN_DIR", type=click.Path(path_type=Path))
-_TIMEOUT = click.option("--timeout", default=60.0, show_default=True, help="Seconds to wait for the run's answer.")
-_NO_WAIT = click.option("--no-wait", is_flag=True, help="Do not wait for the answer.")
-_JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-_TITLES = ("run", "status", "step", "smoothed loss", "samples/s", "eta", "age", "goodput", "")
+_TITLES = ("run", "status", "step", "smoothed loss", "samples/s", "eta", "age")
 _COLOURS = {"running": "green", "stale": "yellow", "failed": "red", "finished": "blue"}
 
 
@@ -55,24 +56,28 @@ def ls(roots: tuple[Path, ...], depth: int, as_json: bool) -> None:
     """List runs and their status.
 
     Searches below each ROOT, or below the current folder. As on the console, the loss is the mean of about 20 steps, and
-    samples/s the speed of about the last minute. Goodput is the share of time in which steps were made that count.
+    samples/s the speed of about the last minute. Plugins add columns, such as goodput: the share of time in which
+    steps were made that count.
     """
     runs = [directory for root in roots or (Path(),) for directory in find_runs(root, depth)]
     watch_doubtful(runs)
-    summaries = [summary for directory in runs if (summary := directory.summary()) is not None]
+    plugins = load_plugins(selection_of((), None, os.environ), strict=False)
+    summaries = [
+        (summary, plugins.gather(HookSpecs.describe_run, directory))
+        for directory in runs
+        if (summary := directory.summary()) is not None
+    ]
     if as_json:
-        click.echo(to_json([_as_json(summary) for summary in summaries], indent=2))
+        rows = [{**asdict(summary), **{each.name: each.value for each in more}} for summary, more in summaries]
+        click.echo(to_json(rows, indent=2))
     elif summaries:
-        print_table(_TITLES, [_row(summary) for summary in summaries], right=range(2, 8), colours=_COLOURS)
+        titles = (*_TITLES, *(each.name for each in summaries[0][1]), "")
+        print_table(titles, [_row(*each) for each in summaries], right=range(2, len(titles) - 1), colours=_COLOURS)
     else:
         click.echo(f"no runs found below {', '.join(str(root) for root in roots) or 'the current folder'}", err=True)
 
 
-def _as_json(summary: Summary) -> dict[str, object]:
-    return {**asdict(summary), "goodput": None if summary.goodput is None else summary.goodput.as_json()}
-
-
-def _row(summary: Summary) -> tuple[str, ...]:
+def _row(summary: Summary, more: Sequence[RunValue]) -> tuple[str, ...]:
     record = summary.record
     since = record.started or record.created
     return (
@@ -83,7 +88,7 @@ def _row(summary: Summary) -> tuple[str, ...]:
         speed(summary.samples_per_second),
         duration(summary.seconds_remaining),
         duration(time.time() - since),
-        "-" if summary.goodput is None or summary.goodput.share is None else f"{summary.goodput.share:.0%}",
+        *(each.text for each in more),
         _phase_text(summary.phase) if summary.status.condition == "running" else summary.status.message,
     )
 
@@ -171,6 +176,23 @@ def _follow(watched: RunDirectory, offset: int, patience: float) -> Iterator[Eve
         time.sleep(POLL_SECONDS)
 
 
+def _result(event: Event) -> StepResult:
+    """The step of a step event. What another version has not written is not a number, or not known."""
+    loss, norm, rate, samples, seconds = map(event.number, ("loss", "grad_norm", "learning_rate", "samples", "seconds"))
+    return StepResult(
+        step=event.step or 0,
+        loss=math.nan if loss is None else loss,
+        grad_norm=math.nan if norm is None else norm,
+        learning_rate=rate or 0.0,
+        samples=int(samples or 0),
+        seconds=seconds or 0.0,
+        mfu=event.number("mfu"),
+        peak_memory_mb=event.number("peak_memory_mb"),
+        smoothed_loss=event.number("smoothed_loss"),
+        recent_samples_per_second=event.number("recent_samples_per_second"),
+    )
+
+
 class Watcher:
     """Shows events on a display."""
 
@@ -197,18 +219,8 @@ class Watcher:
         if self.progress is None:
             record, begun = self._watched.record(), event.time - (event.number("seconds") or 0.0)
             self.progress = Progress(step=step - 1, max_steps=max_steps, now=begun, started=record.started if record else None)
-        loss = shown_loss(event)
         self.progress.max_steps = max_steps
-        self.progress.update(
-            step=step,
-            loss=float("nan") if loss is None else loss,
-            learning_rate=event.number("learning_rate") or 0.0,
-            samples=int(event.number("samples") or 0),
-            now=event.time,
-            samples_per_second=event.number("recent_samples_per_second"),
-            mfu=event.number("mfu"),
-            peak_memory_mb=event.number("peak_memory_mb"),
-        )
+        self.progress.update(_result(event), event.time)
         return self.progress
 
     def _text(self, event: Event) -> str:
@@ -234,35 +246,6 @@ class Watcher:
             case "malformed":
                 return f"a line at byte {event.offset} cannot be read: {event.text('line')[:80]!r}"
         return ""
-
-
-# --- goodput --------------------------------------------------------------------------------------------------------
-
-
-@run.command(examples=("smalti run goodput runs/first", "smalti run goodput runs/first --json"))
-@_DIRECTORY
-@_JSON
-def goodput(directory: Path, as_json: bool) -> None:
-    """Show what the time of a run was spent on, over all its attempts.
-
-    Lost steps are those that were made again after a restart from an older checkpoint. What ended the attempts is listed by
-    exit code, with the fault of an accelerator.
-    """
-    found = RunDirectory(directory).goodput()
-    if found is None:
-        raise UserError(f"{directory} has no step of this version of smalti", fix="`smalti run ls` lists runs and their status")
-    if as_json:
-        click.echo(to_json(found.as_json(), indent=2))
-        return
-    spent = [(KINDS[kind], duration(seconds), f"{seconds / found.total:.1%}") for kind, seconds in found.seconds.items()]
-    print_table(("time", "", ""), spent, right=range(1, 3))
-    if found.causes:
-        click.echo()
-        rows = [
-            (cause, str(lost.attempts), str(lost.steps), duration(lost.seconds), duration(lost.restarting))
-            for cause, lost in found.causes.items()
-        ]
-        print_table(("ended by", "attempts", "steps made again", "their time", "until the restart"), rows, right=range(1, 5))
 
 
 # --- stop, save, sample ---------------------------------------------------------------------------------------------
@@ -292,34 +275,22 @@ def _request(directory: Path, kind: RequestKind, timeout: float, *, wait: bool, 
     return ExitCode.DONE if done else ExitCode.FAILED
 
 
-@run.command(examples=("smalti run stop runs/first", "smalti run stop runs/first --no-wait"))
-@_DIRECTORY
-@_TIMEOUT
-@_NO_WAIT
-@_JSON
-@click.pass_context
-def stop(context: click.Context, directory: Path, timeout: float, no_wait: bool, as_json: bool) -> None:
-    """Ask a run to finish its step, save a checkpoint and stop."""
-    context.exit(_request(directory, "stop", timeout, wait=not no_wait, as_json=as_json))
+def _add_request(kind: RequestKind, summary: str, *examples: str) -> None:
+    @run.command(kind, help=summary, examples=examples)
+    @_DIRECTORY
+    @click.option("--timeout", default=60.0, show_default=True, help="Seconds to wait for the run's answer.")
+    @click.option("--no-wait", is_flag=True, help="Do not wait for the answer.")
+    @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+    @click.pass_context
+    def command(context: click.Context, directory: Path, timeout: float, no_wait: bool, as_json: bool) -> None:
+        context.exit(_request(directory, kind, timeout, wait=not no_wait, as_json=as_json))
 
 
-@run.command(examples=("smalti run save runs/first --timeout=300",))
-@_DIRECTORY
-@_TIMEOUT
-@_NO_WAIT
-@_JSON
-@click.pass_context
-def save(context: click.Context, directory: Path, timeout: float, no_wait: bool, as_json: bool) -> None:
-    """Ask a run to save a checkpoint after its step."""
-    context.exit(_request(directory, "save", timeout, wait=not no_wait, as_json=as_json))
-
-
-@run.command(examples=("smalti run sample runs/first",))
-@_DIRECTORY
-@_TIMEOUT
-@_NO_WAIT
-@_JSON
-@click.pass_context
-def sample(context: click.Context, directory: Path, timeout: float, no_wait: bool, as_json: bool) -> None:
-    """Ask a run to generate its validation images after its step."""
-    context.exit(_request(directory, "sample", timeout, wait=not no_wait, as_json=as_json))
+_add_request(
+    "stop",
+    "Ask a run to finish its step, save a checkpoint and stop.",
+    "smalti run stop runs/first",
+    "smalti run stop runs/first --no-wait",
+)
+_add_request("save", "Ask a run to save a checkpoint after its step.", "smalti run save runs/first --timeout=300")
+_add_request("sample", "Ask a run to generate its validation images after its step.", "smalti run sample runs/first")

@@ -263,8 +263,6 @@ class Preparation:
         results = self._results()
         for title, path in results.items():
             click.echo(f"  {title:<12} {path}", err=True)
-        if self.site.writer is not None and (goodput := self.directory.goodput()) is not None:
-            click.echo(f"  {'time':<12} {goodput}", err=True)
         complete = code is ExitCode.DONE
         click.echo(f"smalti: {'done' if complete else f'ended with exit code {int(code)}'}: {message}", err=True)
         if not self.directory.config_file.exists():  # removed by the user

@@ -21,7 +21,6 @@ BUILT_IN = {
     "ddp": "smalti.builtin.ddp",
     "events": "smalti.builtin.run_directory",
     "console": "smalti.builtin.console",
-    "folders": "smalti.builtin.folders",
 }
 ESSENTIAL = frozenset({"core", "commands", "ddp", "events"})
 

@@ -54,6 +54,7 @@ _ANSWERS: Mapping[Callable[..., object], Answer] = {
     HookSpecs.save_checkpoint: Answer("smalti.types:Checkpoint"),
     HookSpecs.load_checkpoint: Answer("smalti.checkpoint.reader:Loaded"),
     HookSpecs.on_gpu_fault: Answer("smalti.types:FaultAction"),
+    HookSpecs.describe_run: Answer("smalti.types:RunValue", several=True),
     HookSpecs.diagnose: Answer("smalti.types:Finding", several=True),
 }
 """Other hooks are not checked."""

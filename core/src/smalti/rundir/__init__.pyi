@@ -1,10 +1,3 @@
-from .circuit import (
-    Circuit as Circuit,
-    CircuitFault as CircuitFault,
-    circuit_file as circuit_file,
-    read_circuit as read_circuit,
-    read_circuits as read_circuits,
-)
 from .directory import (
     CONTACT_SHEET as CONTACT_SHEET,
     ENDINGS as ENDINGS,
@@ -31,12 +24,6 @@ from .events import (
     read_events_backwards as read_events_backwards,
     seconds_for as seconds_for,
     to_json as to_json,
-)
-from .goodput import (
-    KINDS as KINDS,
-    Goodput as Goodput,
-    TimeAccount as TimeAccount,
-    before_attempt as before_attempt,
 )
 from .heartbeat import (
     PREFLIGHT_REPORT as PREFLIGHT_REPORT,

@@ -37,7 +37,6 @@ from pydantic import TypeAdapter, ValidationError
 
 from smalti.errors import ExitCode, UserError
 from smalti.rundir.events import Event, complete_size, read_events, read_events_backwards, seconds_for
-from smalti.rundir.goodput import Goodput, goodput_of
 from smalti.rundir.heartbeat import DOUBT_SECONDS, Heartbeat, HeartbeatWatch
 from smalti.rundir.phases import Phase
 from smalti.system import Process, atomic_write
@@ -111,8 +110,7 @@ class Request:
 class Summary:
     """A run in one row. Values that are not known yet are None. `updated` is the time of its last event.
 
-    `phase` is the phase of a running run. Loss and speed are smoothed (`smalti.rundir.events`). `goodput` is None for runs of
-    earlier versions.
+    `phase` is the phase of a running run. Loss and speed are smoothed (`smalti.rundir.events`).
     """
 
     path: Path
@@ -125,7 +123,6 @@ class Summary:
     seconds_remaining: float | None
     updated: float | None
     phase: Phase | None = None
-    goodput: Goodput | None = None
 
 
 _RECORD = TypeAdapter(RunRecord)
@@ -265,11 +262,6 @@ class RunDirectory:
         last = self.latest("phase", "step", "state")
         return phase_of(last) if last and last.kind == "phase" else None
 
-    def goodput(self) -> Goodput | None:
-        """What the time of the run was spent on, up to its last step or end. None before its first one."""
-        newest = islice(read_events_backwards(self.events_file), _RATE_STEPS)
-        return next((found for event in newest if (found := goodput_of(event)) is not None), None)
-
     def summary(self) -> Summary | None:
         """The run in one row; None if this is not a run directory."""
         if (record := self.record()) is None:
@@ -294,7 +286,6 @@ class RunDirectory:
             seconds_remaining=remaining,
             updated=newest.time if newest else None,
             phase=phase,
-            goodput=self.goodput(),
         )
 
     # --- requests ---------------------------------------------------------------------------------------------------

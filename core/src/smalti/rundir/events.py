@@ -71,6 +71,8 @@ class EventWriter:
         self.last_step = 0
         self.mask: Callable[[object], object] = lambda value: value
         """Applied to every event, so that no secret is written."""
+        self.extras: list[Callable[[EventKind, int | None, Mapping[str, object]], Mapping[str, object]]] = []
+        """Of plugins: each takes the kind, the step and the fields of an event, and returns further fields. In any thread."""
         self._lock = threading.Lock()
         self._lost = 0
         self._file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
@@ -80,6 +82,8 @@ class EventWriter:
         """Append one event. Fields may be numbers, text, paths, None, and sequences and mappings of these."""
         if reserved := fields.keys() & {"type", "t"}:
             raise ValueError(f"reserved fields of an event: {', '.join(sorted(reserved))}")
+        for extra in self.extras:
+            fields |= extra(kind, step, fields)
         line = to_json({"type": kind, "t": time.time(), "step": step, **cast(dict[str, object], self.mask(fields))})
         may_write = self._may_write()
         with self._lock:

@@ -22,7 +22,9 @@ from .exit_reports import (
 from .files import (
     Block as Block,
     atomic_write as atomic_write,
+    counted as counted,
     create as create,
+    duration as duration,
     format_bytes as format_bytes,
     free_bytes as free_bytes,
     fsync_directory as fsync_directory,

@@ -82,6 +82,19 @@ def free_bytes(path: Path) -> int | None:
     return status.f_frsize * (status.f_bfree if os.geteuid() == 0 else status.f_bavail)
 
 
+def counted(number: int, noun: str, nouns: str = "") -> str:
+    """1 -> "1 block", 2 -> "2 blocks"."""
+    return f"{number:,} {noun if number == 1 else nouns or noun + 's'}"
+
+
+def duration(seconds: float | None) -> str:
+    """Hours, minutes and seconds, "0:05:10"; "-" if it is unknown."""
+    if seconds is None:
+        return "-"
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes // 60}:{minutes % 60:02}:{rest:02}"
+
+
 def format_bytes(number: int) -> str:
     """1536 -> "1.5 KiB"."""
     units = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")

@@ -201,7 +201,6 @@ def assemble(
         effective_batch=data.order.effective_batch,
         timesteps=loss.describe_timesteps(count.bucket for count in data.counts),
         periodic=tuple(work.name for work in context.periodic),
-        writer=context.writer,
     )
     return Assembled(
         **{**vars(context), "info": info},

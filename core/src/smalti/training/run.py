@@ -88,6 +88,7 @@ class Context:
             plugins=plugins.versions,
             started=record.started if record else None,
             phases=phases,
+            writer=writer,
         )
         return cls(
             config=config,

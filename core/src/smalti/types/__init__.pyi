@@ -39,6 +39,7 @@ from .results import (
     Finding as Finding,
     FindingLevel as FindingLevel,
     GpuFault as GpuFault,
+    RunValue as RunValue,
     ValidationImage as ValidationImage,
     ValidationResult as ValidationResult,
 )

@@ -85,10 +85,11 @@ class Outcome:
 
 @dataclass(frozen=True, kw_only=True)
 class RankInfo:
-    """What is known about a run as soon as its ranks are connected. The same on every rank but for `world` and `phases`.
+    """What is known about a run as soon as its ranks are connected. The same on every rank but for `world`, `phases`, `writer`.
 
     `plugins` are "name distribution version" lines. `phases` is what this rank is doing, with its progress. `started` is when
-    this launch began, which distinguishes it from others in the run directory; None if that is unknown.
+    this launch began, which distinguishes it from others in the run directory; None if that is unknown. `writer` writes to the
+    run directory; it is set on the main rank only.
     """
 
     id: str
@@ -99,15 +100,15 @@ class RankInfo:
     plugins: tuple[str, ...]
     started: float | None = None
     phases: Phases = field(default_factory=Phases, repr=False, compare=False)
+    writer: RunWriter | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunInfo(RankInfo):
-    """What an observer needs to know about a run when its loop starts. The same on every rank but for `world` and `writer`.
+    """What an observer needs to know about a run when its loop starts, in addition.
 
     `parameters` and `trainable` count elements over all ranks. `timesteps` describes the noise levels at which the run trains.
     `periodic` are the names of what the run does between steps, such as "validation".
-    `writer` writes to the run directory; it is set on the main rank only, for the plugin that writes the events.
     """
 
     family: str
@@ -116,7 +117,6 @@ class RunInfo(RankInfo):
     effective_batch: int
     timesteps: str
     periodic: tuple[str, ...] = ()
-    writer: RunWriter | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

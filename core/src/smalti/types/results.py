@@ -64,6 +64,15 @@ FindingLevel = Literal["ok", "note", "warning", "error"]
 
 
 @dataclass(frozen=True, kw_only=True)
+class RunValue:
+    """A column of `smalti run ls`, for one run. `text` stands in the table, `value` in the JSON."""
+
+    name: str
+    text: str
+    value: object
+
+
+@dataclass(frozen=True, kw_only=True)
 class Finding:
     """One line of `smalti doctor`. `check` is what was checked, in one or a few words; several findings may have the same.
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from smalti_health.circuit_file import Circuit, CircuitFault, read_circuits
     from smalti_health.circuits import CircuitState, circuit_state
 
-__all__ = ["CircuitState", "circuit_state"]
+__all__ = ["Circuit", "CircuitFault", "CircuitState", "circuit_state", "read_circuits"]
 
 
 def __getattr__(name: str) -> object:

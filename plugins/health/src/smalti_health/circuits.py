@@ -18,8 +18,9 @@ from typing import Literal
 
 from smalti import Config, ExitCode, GpuFault, Problem, RankInfo, RunState, UserError
 from smalti.config import LaunchOptions, RunOptions
-from smalti.rundir import Circuit, CircuitFault, Ownership, RunDirectory, circuit_file, read_circuit, read_circuits
+from smalti.rundir import Ownership, RunDirectory
 from smalti.system import atomic_write
+from smalti_health.circuit_file import Circuit, CircuitFault, circuit_file, read_circuit, read_circuits
 
 FAULTS_IN_A_ROW = 3
 """The number of faults of one kind without progress after which the run is not started on that host again."""

@@ -7,8 +7,7 @@ import pytest
 from click.testing import CliRunner
 
 from smalti import UserError
-from smalti.rundir import CircuitFault, read_circuits
-from smalti_health import circuit_state
+from smalti_health import CircuitFault, circuit_state, read_circuits
 from smalti_health.circuits import close_circuit, open_circuit
 from smalti_health.cli.commands import health
 from smalti_health.policy.readings import Device, Reading

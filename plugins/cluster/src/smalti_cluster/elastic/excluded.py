@@ -14,8 +14,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from smalti import FaultLoopError
-from smalti.rundir import CircuitFault
 from smalti.system import write_json_atomically
+from smalti_health import CircuitFault
 
 EXCLUDED = "excluded.json"
 _log = logging.getLogger(__name__)

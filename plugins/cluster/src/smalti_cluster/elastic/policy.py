@@ -6,8 +6,8 @@ import socket
 from pathlib import Path
 
 from smalti import ExitCode
-from smalti.rundir import CircuitFault, read_circuits
 from smalti_cluster.elastic.messages import Decision
+from smalti_health import CircuitFault, read_circuits
 
 _AGAIN = (ExitCode.KILLED, ExitCode.GPU_FAULT)
 """After all other codes a new start would end in the same way, or nobody wants one."""

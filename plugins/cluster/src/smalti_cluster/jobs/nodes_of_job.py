@@ -7,10 +7,11 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from smalti import ExitCode
-from smalti.rundir import RunDirectory, read_circuits
+from smalti.rundir import RunDirectory
 from smalti_cluster.elastic.excluded import read_excluded
 from smalti_cluster.schedulers.hostlist import expand_hostlist
 from smalti_cluster.schedulers.slurm import unusable_nodes
+from smalti_health import read_circuits
 
 FAULT_DAYS = 7.0
 """A node is not used for this long after a fault of an accelerator that has ended the run, unless the fault is reset."""
@@ -21,7 +22,7 @@ _CLOCKS = 60.0
 def nodes_with_faults(directory: Path, now: float | None = None) -> set[str]:
     """The hosts, without their domains, on which accelerators have failed in this run, and those that its group excludes.
 
-    See `smalti.rundir.circuit` and `smalti_cluster.elastic.excluded`.
+    See `smalti_health.circuit_file` and `smalti_cluster.elastic.excluded`.
     """
     since = (time.time() if now is None else now) - FAULT_DAYS * 86400
     faults = (fault for circuit in read_circuits(directory).values() for fault in circuit.faults)

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from smalti.rundir import KINDS, Summary
+from smalti.rundir import RunDirectory, Summary
+from smalti_plots.goodput import KINDS, read_goodput
 from smalti_webui.runs.gpus import Gpu
 from smalti_webui.runs.history import History, Segment
 
@@ -55,7 +56,7 @@ def overview_of(history: History, gpus: Sequence[Gpu], summary: Summary, now: fl
     sums: dict[str, float] = {}
     for segment in segments:
         sums[segment.phase] = sums.get(segment.phase, 0.0) + max(0.0, (segment.end or end) - segment.begin)
-    goodput = summary.goodput
+    goodput = read_goodput(RunDirectory(summary.path))
     total = goodput.total if goodput else 0.0
     return Overview(
         numbers=[

@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from smalti import ExitCode
-from smalti.rundir import ENDINGS, Event, RunDirectory, read_circuits
+from smalti.rundir import ENDINGS, Event, RunDirectory
+from smalti_health import read_circuits
 from smalti_webui.places.gallery.samples import events_of_kind
 
 MEANINGS: dict[int, tuple[str, str]] = {

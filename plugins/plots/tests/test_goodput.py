@@ -5,17 +5,18 @@ from __future__ import annotations
 import json
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from click.testing import CliRunner
 from hypothesis import given, settings, strategies
 
+from smalti import ExitCode, Outcome, RunState, StepResult, StopReason
 from smalti.builtin.run_directory import Events
-from smalti.errors import ExitCode
-from smalti.rundir.directory import RunDirectory
-from smalti.rundir.events import Event, read_events_backwards
-from smalti.rundir.goodput import KINDS, Goodput, Lost, TimeAccount, before_attempt, goodput_of
-from smalti.rundir.writer import RunWriter, acquire
-from smalti.types import Outcome, RunState, StepResult, StopReason
+from smalti.cli.entry import smalti
+from smalti.rundir import Event, RunDirectory, RunWriter, acquire, read_events
+from smalti_plots.goodput import KINDS, Goodput, Lost, TimeAccount, before_attempt, goodput_of, read_goodput
+from smalti_plots.time_plugin import GoodputCounter
 
 
 class History:
@@ -187,26 +188,60 @@ def test_a_step_that_fails_is_lost_with_the_wait_in_it(monkeypatch: pytest.Monke
     assert account.now().seconds == {"training": 3, "lost": 22}
 
 
-def train(writer: RunWriter, begin: int, last: int) -> Events:
-    events = Events(writer)
-    events.account = TimeAccount(before_attempt(read_events_backwards(writer.events.path), begin, time.time()))
-    writer.events.append("state", step=begin, state="running", time=events.account.now().as_fields())
+def train(writer: RunWriter, begin: int, last: int, outcome: Outcome | None = None) -> None:
+    """Steps of a quarter of a second, and the end if there is an outcome."""
+    counter, events = GoodputCounter(), Events(writer)
+    counter.on_rank_start(SimpleNamespace(writer=writer))
+    writer.events.append("state", step=begin, state="running")
+    state = RunState(max_steps=10, step=begin)
     for number in range(begin + 1, last + 1):
-        events.account.step(0.25, 0.0, skipped=False)
         result = StepResult(step=number, loss=0.5, grad_norm=1.0, learning_rate=1e-4, samples=8, seconds=0.25)
-        events.write_step(RunState(max_steps=10, step=number), result)
-    return events
+        counter.on_step_end(result)
+        events.write_step(state, result)
+    if outcome is not None:
+        events.on_train_end(state, outcome)
+    counter.on_rank_end()
 
 
-def test_a_run_is_shown_with_its_goodput(tmp_path: Path) -> None:
+def test_hook_describe_run_has_the_goodput_of_a_run(tmp_path: Path) -> None:
     directory = RunDirectory(tmp_path)
+    [unknown] = GoodputCounter().describe_run(directory)
+    assert (unknown.name, unknown.text, unknown.value) == ("goodput", "-", None)
     with acquire(directory) as writer:
         train(writer, 0, 3)
     with acquire(directory) as writer:
-        outcome = Outcome(reason=StopReason.COMPLETED, message="done")
-        train(writer, 1, 4).on_train_end(RunState(max_steps=10, step=4), outcome)
-    summary = directory.summary()
-    assert summary is not None
-    assert summary.goodput is not None
-    assert summary.goodput.seconds["training"] == pytest.approx(1.0)
-    assert summary.goodput.causes["killed"].steps == 2
+        train(writer, 1, 4, Outcome(reason=StopReason.COMPLETED, message="done"))
+    found = read_goodput(directory)
+    assert found is not None
+    assert found.seconds["training"] == pytest.approx(1.0)
+    assert found.causes["killed"].steps == 2
+    [value] = GoodputCounter().describe_run(directory)
+    assert (value.text, value.value) == (f"{found.share:.0%}", found.as_json())
+    assert GoodputCounter().on_launch_end(directory, ExitCode.DONE) == [f"time         {found}"]
+    assert GoodputCounter().on_launch_end(directory, ExitCode.TAKEN_OVER) == []
+    assert writer.events.extras == []
+
+
+def test_the_sums_are_in_steps_and_states_of_the_loop_only(tmp_path: Path) -> None:
+    with acquire(RunDirectory(tmp_path)) as writer:
+        train(writer, 0, 2, Outcome(reason=StopReason.COMPLETED, message="done"))
+        writer.events.append("warning", message="after")
+    counted = [(event.kind, event.text("state")) for event in read_events(writer.events.path) if "time" in event.fields]
+    assert counted == [("state", "running"), ("step", ""), ("step", ""), ("state", "finished")]
+
+
+def test_the_command_says_what_the_time_was_spent_on(tmp_path: Path) -> None:
+    def goodput(*options: str) -> str:
+        result = CliRunner().invoke(smalti, ["run", "goodput", str(tmp_path), *options])
+        return result.output or str(result.exception)
+
+    assert "whose time was counted" in goodput()
+    with acquire(RunDirectory(tmp_path)) as writer:
+        train(writer, 0, 3)
+    with acquire(RunDirectory(tmp_path)) as writer:
+        train(writer, 1, 4)
+    assert goodput().splitlines()[1].split()[0] == "training"
+    assert "killed" in goodput()
+    assert json.loads(goodput("--json"))["causes"]["killed"]["steps"] == 2
+    (row,) = json.loads(CliRunner().invoke(smalti, ["run", "ls", str(tmp_path), "--json"]).output)
+    assert row["goodput"]["seconds"]["training"] == pytest.approx(1.0)

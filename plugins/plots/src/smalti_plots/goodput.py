@@ -13,10 +13,10 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
-from itertools import pairwise
+from itertools import islice, pairwise
 
-from smalti.errors import ExitCode
-from smalti.rundir.events import Event
+from smalti import ExitCode
+from smalti.rundir import Event, RunDirectory, read_events_backwards
 
 KINDS = {
     "training": "training",
@@ -34,7 +34,7 @@ KINDS = {
 """What time is spent on, with the words for people."""
 _OF_PHASE = {"validating": "validation", "evaluating": "evaluation", "saving": "saving", "paused": "paused"}
 _RECENT = 32
-"""How many events before the end of an attempt are looked through for the fault that ended it."""
+"""How many events before the end of an attempt are looked through for the fault that ended it, and for its last sums."""
 _ON_PURPOSE = (ExitCode.DONE, ExitCode.STOPPED, ExitCode.INTERRUPTED)
 """After these somebody chose when to go on: the time until then is not that of the run."""
 
@@ -94,6 +94,12 @@ def goodput_of(event: Event) -> Goodput | None:
         return Goodput(seconds={kind: float(found[kind]) for kind in KINDS if kind in found}, causes=causes)
     except (TypeError, ValueError):
         return None
+
+
+def read_goodput(directory: RunDirectory) -> Goodput | None:
+    """What the time of a run was spent on, up to its last step or end. None before its first one, and if nobody counted."""
+    newest = islice(read_events_backwards(directory.events_file), _RECENT)
+    return next((found for event in newest if (found := goodput_of(event)) is not None), None)
 
 
 class TimeAccount:

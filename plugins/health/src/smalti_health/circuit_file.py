@@ -1,6 +1,6 @@
 """The faults of accelerators on one node of a run, over all its launches: `circuit.node-K.json`.
 
-A plugin writes them: the circuit opens when a fault ends the run, and closes with the next step on that node.
+`smalti_health.circuits` writes them: the circuit opens when a fault ends the run, and closes with the next step on that node.
 """
 
 from __future__ import annotations
