@@ -245,7 +245,7 @@ PACKAGES = (
     ),
     Package(plugin="migrate", options=("defaults_from",), commands=("checkpoint convert", "config import")),
     Package(plugin="webui", needs=("migrate",), commands=("ui",)),
-    Package(plugin="testing", commands=("plugin", "dataset reference")),
+    Package(plugin="testing", needs=("data",), commands=("plugin", "dataset reference")),
 )
 
 PLUGINS = {package.plugin: package for package in PACKAGES}
