@@ -106,9 +106,9 @@ def cpu_seconds() -> float:
 def opened(arguments: Sequence[str], closing: ExitStack) -> Any:
     """A run on this rank, with weights, on data that are made up."""
     from smalti.cli.arguments import CommandLine
-    from smalti.data import largest_bucket
     from smalti.plugins import choose_distributed, find_family
     from smalti.training import open_parallel, train_step
+    from smalti_plan.largest_bucket import largest_bucket
     from smalti_plan.rehearsal.ledger import Ledger
     from smalti_plan.rehearsal.stage import Stage
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from smalti.data.batch_check import BatchShape, BucketCount, Share, check_batches, describe_raised
+from smalti.data.batch_check import BatchShape, BucketCount, Share
 from smalti.data.buckets import Bucket
+from smalti.data.plan.short_buckets import handle_short_buckets
 from smalti.errors import ExitCode, PreflightError
 
 settings.register_profile("no hurry", deadline=None)
@@ -23,12 +24,14 @@ SHAPE = BatchShape(train_batch_size=2, ranks=4, accumulation=2)
 
 
 def test_full_buckets_pass_without_change() -> None:
-    assert check_batches([count(64, ("pets", 8, 1))], SHAPE) == {}
+    assert handle_short_buckets([count(64, ("pets", 8, 1))], SHAPE, "error", {}).raised == {}
 
 
 def test_the_error_gives_every_number_and_every_way_out() -> None:
     with pytest.raises(PreflightError) as caught:
-        check_batches([count(64, ("pets", 40, 0)), count(128, ("pets", 7, 0)), count(192, ("pets", 3, 0))], SHAPE)
+        handle_short_buckets(
+            [count(64, ("pets", 40, 0)), count(128, ("pets", 7, 0)), count(192, ("pets", 3, 0))], SHAPE, "error", {}
+        )
     told = str(caught.value)
 
     assert told.splitlines()[0] == "Dataset configuration will produce zero usable batches."
@@ -53,7 +56,7 @@ def test_the_error_gives_every_number_and_every_way_out() -> None:
 
 def test_the_error_says_which_smaller_numbers_would_do() -> None:
     with pytest.raises(PreflightError) as caught:
-        check_batches([count(64, ("pets", 9, 0))], SHAPE)
+        handle_short_buckets([count(64, ("pets", 9, 0))], SHAPE, "error", {})
 
     assert "a smaller --train_batch_size: 1 instead of 2" in str(caught.value)
     assert "fewer ranks (--num_processes): 2 instead of 4" in str(caught.value)
@@ -61,17 +64,17 @@ def test_the_error_says_which_smaller_numbers_would_do() -> None:
 
 def test_with_the_flag_repeats_of_short_buckets_are_raised_and_reported() -> None:
     counts = [count(64, ("pets", 40, 0)), count(128, ("pets", 7, 0))]
-    raised = check_batches(counts, SHAPE, allow_oversubscription=True)
+    handled = handle_short_buckets(counts, SHAPE, "repeat", {})
 
-    assert raised == {Bucket(128, 64): 2}
-    assert describe_raised(counts, raised, SHAPE) == (
+    assert handled.raised == {Bucket(128, 64): 2}
+    assert handled.notices == (
         "bucket 128x64: repeats raised to 2 (pets), because 7 samples do not fill an effective batch of 16",
     )
 
 
 def test_the_flag_does_not_raise_repeats_that_were_set_by_hand() -> None:
     with pytest.raises(PreflightError, match="repeats that you set are not changed") as caught:
-        check_batches([count(64, ("pets", 3, 1))], SHAPE, allow_oversubscription=True)
+        handle_short_buckets([count(64, ("pets", 3, 1))], SHAPE, "repeat", {})
 
     assert "raises the repeats of these buckets automatically" not in str(caught.value)
 
@@ -79,7 +82,7 @@ def test_the_flag_does_not_raise_repeats_that_were_set_by_hand() -> None:
 def test_beside_repeats_set_by_hand_the_others_are_raised() -> None:
     counts = [count(64, ("by-hand", 3, 1), ("auto", 2, 0))]
 
-    assert check_batches(counts, SHAPE, allow_oversubscription=True) == {Bucket(64, 64): 4}
+    assert handle_short_buckets(counts, SHAPE, "repeat", {}).raised == {Bucket(64, 64): 4}
 
 
 shares = st.lists(st.tuples(st.sampled_from("abc"), st.integers(1, 20), st.integers(0, 3)), min_size=1, max_size=3)

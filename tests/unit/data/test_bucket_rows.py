@@ -19,7 +19,7 @@ from smalti.data.scan.index import DatasetIndex
 from smalti.data.scan.index_file import SCHEMA, IndexFile, IndexWriter
 from smalti.errors import PreflightError
 
-RULES = CropSettings(resolution=64, alignment=8, crop=True, crop_aspect="preserve", minimum_size=20)
+RULES = CropSettings(resolution=64, alignment=8, crop=True, crop_aspect="preserve", minimum_image_size=20)
 
 
 def index_of(sizes: Sequence[tuple[int, int]], keys: Sequence[str] | None = None) -> DatasetIndex:
@@ -105,7 +105,7 @@ def test_the_file_is_used_until_the_index_or_the_buckets_change(tmp_path: Path) 
 
     rows_by_bucket(index, RULES, path)
     assert not made(index, RULES)
-    assert not made(index, replace(RULES, crop_style="random", maximum_size=2000, downsample_size=100))
+    assert not made(index, replace(RULES, crop_style="random", maximum_image_size=2000, target_downsample_size=100))
     assert made(index, replace(RULES, resolution=32))
     assert made(index_of([(64, 64), (128, 64), (64, 136)]), replace(RULES, resolution=32))
     assert not made(index_of([(64, 64), (128, 64), (64, 136)], ["a", "b", "c"]), replace(RULES, resolution=32))

@@ -82,7 +82,7 @@ def test_a_maximum_size_keeps_the_crop_inside_and_the_aspect_ratio(
 ) -> None:
     bucket = crop_settings.bucket(width, height)
     plain = crop_settings.resized(width, height, bucket)
-    limited = replace(crop_settings, maximum_size=maximum, downsample_size=target)
+    limited = replace(crop_settings, maximum_image_size=maximum, target_downsample_size=target)
     resized = limited.resized(width, height, bucket)
     left, top = limited.offset(resized, bucket, fractions)
 
@@ -97,7 +97,9 @@ def test_a_maximum_size_keeps_the_crop_inside_and_the_aspect_ratio(
 @given(crop_settings, sides, sides)
 def test_a_target_equal_to_the_resolution_changes_nothing(crop_settings: CropSettings, width: int, height: int) -> None:
     bucket = crop_settings.bucket(width, height)
-    limited = replace(crop_settings, maximum_size=crop_settings.resolution, downsample_size=crop_settings.resolution)
+    limited = replace(
+        crop_settings, maximum_image_size=crop_settings.resolution, target_downsample_size=crop_settings.resolution
+    )
 
     assert limited.resized(width, height, bucket) == crop_settings.resized(width, height, bucket)
 
@@ -116,7 +118,7 @@ def test_large_images_are_scaled_to_the_target_before_they_are_cropped(
     kind: str, size: tuple[int, int], resized: tuple[int, int]
 ) -> None:
     """In all units; "area" has megapixels."""
-    edges = {"resolution": 1024, "maximum_size": 1536, "downsample_size": 1280}
+    edges = {"resolution": 1024, "maximum_image_size": 1536, "target_downsample_size": 1280}
     values = {name: edge * edge / 1e6 if kind == "area" else edge for name, edge in edges.items()}
     limited = CropSettings(resolution_type=kind, crop=True, **values)  # type: ignore[arg-type]
 
@@ -124,7 +126,7 @@ def test_large_images_are_scaled_to_the_target_before_they_are_cropped(
 
 
 def test_images_outside_of_the_aspect_ratios_are_skipped() -> None:
-    limits = CropSettings(resolution=64, minimum_aspect=0.5, maximum_aspect=2)
+    limits = CropSettings(resolution=64, minimum_aspect_ratio=0.5, maximum_aspect_ratio=2)
 
     assert [limits.accepts(*size) for size in ((100, 200), (200, 100), (99, 200), (201, 100))] == [True, True, False, False]
 
@@ -186,12 +188,14 @@ def test_a_random_cut_reaches_both_ends() -> None:
     [("pixel", 300, False), ("pixel_area", 300, True), ("area", 0.1, True), ("area", 0.2, False)],
 )
 def test_the_least_size_is_measured_in_the_unit_of_the_resolution(kind: str, minimum: float, accepted: bool) -> None:
-    crop_settings = CropSettings(resolution=64, resolution_type=kind, minimum_size=minimum)  # type: ignore[arg-type]
+    crop_settings = CropSettings(resolution=64, resolution_type=kind, minimum_image_size=minimum)  # type: ignore[arg-type]
 
     assert crop_settings.accepts(600, 250) is accepted
 
 
-LISTED = CropSettings(resolution=1024, crop=True, crop_aspect="closest", aspects=((1.0, 1.0), (1.5, 1.0), (0.5, 1.0)))
+LISTED = CropSettings(
+    resolution=1024, crop=True, crop_aspect="closest", crop_aspect_buckets=((1.0, 1.0), (1.5, 1.0), (0.5, 1.0))
+)
 
 
 @pytest.mark.parametrize(
@@ -210,7 +214,7 @@ def test_the_closest_listed_aspect_is_the_bucket(size: tuple[int, int], bucket: 
 
 
 def test_weights_say_how_many_images_get_a_random_aspect() -> None:
-    settings = replace(LISTED, crop_aspect="random", aspects=((1.0, 3.0), (1.5, 1.0), (0.5, 0.0)))
+    settings = replace(LISTED, crop_aspect="random", crop_aspect_buckets=((1.0, 3.0), (1.5, 1.0), (0.5, 0.0)))
     found = [settings.bucket(1000, 1000, choice) for choice in range(settings.choices)]
 
     assert (found.count(Bucket(1024, 1024)), found.count(Bucket(1280, 832))) == (48, 16)
@@ -228,7 +232,7 @@ def test_choices_of_images_are_even_and_their_own() -> None:
 
 
 def test_images_that_would_be_enlarged_too_much_are_left_out() -> None:
-    settings = replace(LISTED, maximum_upscale=0.25)
+    settings = replace(LISTED, max_upscale_threshold=0.25)
 
     assert not settings.accepts(800, 650)
     assert settings.accepts(820, 820)

@@ -1,6 +1,6 @@
 from .all_ranks import scan_data_on_all_ranks as scan_data_on_all_ranks
 from .batch_check import BatchShape as BatchShape, BucketCount as BucketCount
-from .buckets import Bucket as Bucket
+from .buckets import Bucket as Bucket, CropSettings as CropSettings
 from .dataset import Dataset as Dataset
 from .datasets.captions import depends_on_text_file as depends_on_text_file
 from .datasets.keys import DATASET_KEYS as DATASET_KEYS, SIMPLETUNER_KEYS as SIMPLETUNER_KEYS
@@ -59,30 +59,19 @@ from .order import (
     Part as Part,
     Version as Version,
 )
-from .plan.largest_bucket import (
-    LargestBucket as LargestBucket,
-    buckets_key as buckets_key,
-    largest_bucket as largest_bucket,
-)
-from .prepared import PreparedData as PreparedData, build_datasets as build_datasets
+from .plan.bucket_rows import known_buckets as known_buckets
+from .prepared import PreparedData as PreparedData, build_datasets as build_datasets, crop_settings_of as crop_settings_of
 from .scan.build import Progress as Progress
 from .scan.changes import changes as changes, keep as keep
 from .scan.identity import Identity as Identity, Settings as Settings, first_digest as first_digest
 from .scan.image_sizes import DECODING_ERRORS as DECODING_ERRORS, EXTENSIONS as EXTENSIONS, read_header as read_header
-from .scan.index import DatasetIndex as DatasetIndex
+from .scan.index import DatasetIndex as DatasetIndex, load_index as load_index
 from .scan.quarantine import (
     BadSampleError as BadSampleError,
     ErrorBudget as ErrorBudget,
     Quarantined as Quarantined,
 )
 from .sources.image_files import ImageFiles as ImageFiles
-from .sources.keys import (
-    HubKeys as HubKeys,
-    ImageKeys as ImageKeys,
-    TableKeys as TableKeys,
-    UrlListKeys as UrlListKeys,
-    WebDatasetKeys as WebDatasetKeys,
-)
 from .sources.unchanged import (
     FILES as FILES,
     ListedOnce as ListedOnce,

@@ -8,7 +8,7 @@ reaches over the end of a pass may hold an image of both passes.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import count
 
@@ -76,41 +76,10 @@ class BucketCount:
         return next(number for number in count() if self.total_with(number, override_manual=override_manual) >= effective)
 
 
-def check_batches(
-    counts: Sequence[BucketCount], shape: BatchShape, *, allow_oversubscription: bool = False
-) -> Mapping[Bucket, int]:
-    """Returns the raised repeats of buckets that were too small; empty if every bucket fills a batch.
-
-    They apply to the datasets of that bucket whose repeats the user did not set. Raises PreflightError for buckets that are
-    too small, unless `allow_oversubscription` permits raising their repeats.
-    """
-    short = [one for one in counts if one.total < shape.effective]
-    if not short:
-        return {}
-    raised = {one.bucket: one.needed_repeats(shape.effective, override_manual=False) for one in short}
-    if allow_oversubscription and None not in raised.values():
-        return {bucket: repeats for bucket, repeats in raised.items() if repeats is not None}
-    raise short_buckets_error(counts, short, shape, allowed=allow_oversubscription)
-
-
 def short_buckets_error(
     counts: Sequence[BucketCount], short: Sequence[BucketCount], shape: BatchShape, *, allowed: bool = False
 ) -> PreflightError:
     """The error with the numbers of the short buckets and the ways out. `allowed`: repeats may be raised already."""
-    return PreflightError(_explain(counts, short, shape, allowed))
-
-
-def describe_raised(counts: Sequence[BucketCount], raised: Mapping[Bucket, int], shape: BatchShape) -> tuple[str, ...]:
-    """One sentence per bucket whose repeats were raised."""
-    return tuple(
-        f"bucket {one.bucket}: repeats raised to {raised[one.bucket]} ({', '.join(one.adjustable)}), because"
-        f" {one.total} samples do not fill an effective batch of {shape.effective}"
-        for one in counts
-        if one.bucket in raised
-    )
-
-
-def _explain(counts: Sequence[BucketCount], short: Sequence[BucketCount], shape: BatchShape, allowed: bool) -> str:
     minimum = max(one.needed_repeats(shape.effective, override_manual=True) or 0 for one in short)
     lines = ["Dataset configuration will produce zero usable batches.", "", "Current configuration:"]
     for dataset, shares in _by_dataset(counts, short).items():
@@ -127,14 +96,13 @@ def _explain(counts: Sequence[BucketCount], short: Sequence[BucketCount], shape:
         "",
         f"{len(short)} bucket(s) have too few samples:",
     ]
-    lines += [f"  - {one.bucket}: {_sum(one)}, needs {shape.effective}. {_minimum(one, shape)}" for one in short]
+    for one in short:
+        needed = one.needed_repeats(shape.effective, override_manual=True)
+        lines.append(f"  - {one.bucket}: {_sum(one)}, needs {shape.effective}. Minimum repeats required: {needed}")
     lines += ["", "To fix this, do any one of these:", *_suggestions(short, shape, minimum, allowed, len(counts))]
     if any(share.repeats for one in short for share in one.shares):
-        lines += [
-            "",
-            "Note: repeats that you set are not changed by --allow_dataset_oversubscription.",
-        ]
-    return "\n".join(lines)
+        lines += ["", "Note: repeats that you set are not changed by --allow_dataset_oversubscription."]
+    return PreflightError("\n".join(lines))
 
 
 def _by_dataset(counts: Sequence[BucketCount], short: Sequence[BucketCount]) -> dict[str, list[Share]]:
@@ -146,10 +114,6 @@ def _by_dataset(counts: Sequence[BucketCount], short: Sequence[BucketCount]) -> 
 def _sum(one: BucketCount) -> str:
     terms = [f"{share.samples} samples x ({share.repeats} repeats + 1)" for share in one.shares]
     return f"{' + '.join(terms)} = {one.total}"
-
-
-def _minimum(one: BucketCount, shape: BatchShape) -> str:
-    return f"Minimum repeats required: {one.needed_repeats(shape.effective, override_manual=True)}"
 
 
 def _suggestions(short: Sequence[BucketCount], shape: BatchShape, minimum: int, allowed: bool, buckets: int) -> list[str]:

@@ -46,15 +46,16 @@ class CropSettings:
         aspect_rounding: decimals to which aspect ratios are rounded, so that nearly equal ones share a bucket.
         crop: crop what exceeds the bucket, instead of changing the aspect ratio a little.
         crop_aspect: with `crop`, "square" crops every image to a square and "preserve" keeps its aspect ratio. "closest" takes
-            the nearest of `aspects`, "random" any of them.
-        aspects: aspect ratios, width / height, each with its weight.
-        maximum_upscale: with `aspects`, an image is not enlarged by more than this share; None sets no limit.
+            the nearest of `crop_aspect_buckets`, "random" any of them.
+        crop_aspect_buckets: aspect ratios, width / height, each with its weight.
+        max_upscale_threshold: with `crop_aspect_buckets`, an image is not enlarged by more than this share; None sets no limit.
         crop_style: with `crop`, where to crop: "center", "corner" (top left), or "random" (different at every visit; chosen
             once if latents are cached).
-        minimum_size: smaller images are skipped; in the unit of `resolution`, 0 keeps all.
-        maximum_size, downsample_size: with `crop`, images larger than the first are scaled to the second before they are
-            cropped, but never to less than their bucket; in the unit of `resolution`, 0 scales every image to cover its bucket.
-        minimum_aspect, maximum_aspect: images whose width / height is outside are skipped; 0 sets no limit.
+        minimum_image_size: smaller images are skipped; in the unit of `resolution`, 0 keeps all.
+        maximum_image_size, target_downsample_size: with `crop`, images larger than the first are scaled to the second before
+            they are cropped, but never to less than their bucket; in the unit of `resolution`, 0 scales every image to cover
+            its bucket.
+        minimum_aspect_ratio, maximum_aspect_ratio: images whose width / height is outside are skipped; 0 sets no limit.
     """
 
     resolution: float
@@ -63,21 +64,21 @@ class CropSettings:
     aspect_rounding: int = 2
     crop: bool = False
     crop_aspect: CropAspect = "square"
-    aspects: tuple[tuple[float, float], ...] = ()
-    maximum_upscale: float | None = None
+    crop_aspect_buckets: tuple[tuple[float, float], ...] = ()
+    max_upscale_threshold: float | None = None
     crop_style: CropStyle = "center"
-    minimum_size: float = 0.0
-    maximum_size: float = 0.0
-    downsample_size: float = 0.0
-    minimum_aspect: float = 0.0
-    maximum_aspect: float = 0.0
+    minimum_image_size: float = 0.0
+    maximum_image_size: float = 0.0
+    target_downsample_size: float = 0.0
+    minimum_aspect_ratio: float = 0.0
+    maximum_aspect_ratio: float = 0.0
 
     def accepts(self, width: int, height: int) -> bool:
         """Whether an image of this size is large enough to train on, and of an allowed aspect ratio."""
-        if not self.minimum_aspect <= width / height <= (self.maximum_aspect or math.inf):
+        if not self.minimum_aspect_ratio <= width / height <= (self.maximum_aspect_ratio or math.inf):
             return False
         size = min(width, height) if self.resolution_type == "pixel" else width * height
-        smallest = self.minimum_size if self.resolution_type == "pixel" else self._area(self.minimum_size)
+        smallest = self.minimum_image_size if self.resolution_type == "pixel" else self._area(self.minimum_image_size)
         return size >= smallest and (not self._from_list or bool(self._allowed(width, height)))
 
     @property
@@ -107,7 +108,7 @@ class CropSettings:
     def listed_buckets(self) -> tuple[Bucket, ...]:
         """All buckets that images may have, where the settings list them; empty where they depend on the images."""
         if self._from_list:
-            return tuple(self._of_aspect(max(each, 1 / each), wide=each >= 1) for each, weight in self.aspects if weight)
+            return tuple(bucket for _, _, bucket in self._aspects())
         return (self.square,) if self.crop and self.crop_aspect == "square" else ()
 
     @property
@@ -115,7 +116,7 @@ class CropSettings:
         return self.crop and self.crop_aspect in ("closest", "random")
 
     def _listed(self, width: int, height: int, choice: int) -> Bucket:
-        """The bucket of an image among those of `aspects`."""
+        """The bucket of an image among those of `crop_aspect_buckets`."""
         allowed = self._allowed(width, height)
         if self.crop_aspect == "closest":
             return min(allowed, key=lambda each: abs(math.log(each[0] * height / width)))[2]
@@ -128,11 +129,13 @@ class CropSettings:
 
     def _allowed(self, width: int, height: int) -> list[tuple[float, float, Bucket]]:
         """The aspects that do not enlarge an image too much: each with its weight and its bucket."""
-        most = math.inf if self.maximum_upscale is None else 1 + self.maximum_upscale
-        found = [
-            (each, weight, self._of_aspect(max(each, 1 / each), wide=each >= 1)) for each, weight in self.aspects if weight
-        ]
-        return [one for one in found if max(one[2].width / width, one[2].height / height) <= most]
+        most = math.inf if self.max_upscale_threshold is None else 1 + self.max_upscale_threshold
+        return [one for one in self._aspects() if max(one[2].width / width, one[2].height / height) <= most]
+
+    def _aspects(self) -> list[tuple[float, float, Bucket]]:
+        """The listed aspects that have a weight: each with its weight and its bucket."""
+        weighted = [(each, weight) for each, weight in self.crop_aspect_buckets if weight]
+        return [(each, weight, self._of_aspect(max(each, 1 / each), wide=each >= 1)) for each, weight in weighted]
 
     def _of_aspect(self, aspect: float, *, wide: bool) -> Bucket:
         """The bucket of an aspect ratio, long side over short side."""
@@ -148,14 +151,15 @@ class CropSettings:
     def resized(self, width: int, height: int, bucket: Bucket) -> tuple[int, int]:
         """Returns width and height to scale an image to: the bucket's own, or with `crop` the smallest that cover it.
 
-        An image larger than `maximum_size` is scaled to `downsample_size` if that is more, so that the crop is a part of it.
+        An image larger than `maximum_image_size` is scaled to `target_downsample_size` if that is more, so that the crop is a
+        part of it.
         """
         if not self.crop:
             return bucket.width, bucket.height
         covering = _covering(width, height, bucket)
-        if not (self.maximum_size and self.downsample_size > self.resolution and self._exceeds(width, height)):
+        if not (self.maximum_image_size and self.target_downsample_size > self.resolution and self._exceeds(width, height)):
             return covering
-        scale = min(1.0, self._scale(width, height, self.downsample_size))
+        scale = min(1.0, self._scale(width, height, self.target_downsample_size))
         return max(covering[0], round(scale * width)), max(covering[1], round(scale * height))
 
     def offset(self, resized: tuple[int, int], bucket: Bucket, fractions: tuple[float, float] = (0.0, 0.0)) -> tuple[int, int]:
@@ -170,7 +174,7 @@ class CropSettings:
                 return int(fractions[0] * (across + 1)), int(fractions[1] * (down + 1))
 
     def _exceeds(self, width: int, height: int) -> bool:
-        return self._scale(width, height, self.maximum_size) < 1
+        return self._scale(width, height, self.maximum_image_size) < 1
 
     def _scale(self, width: int, height: int, size: float) -> float:
         """The factor by which an image is scaled to a size in the unit of `resolution`."""

@@ -6,7 +6,7 @@ import json
 import os
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import cast
 
@@ -48,19 +48,7 @@ def dataset_specs(config: Config, catalog: Catalog) -> tuple[DatasetSpec, ...]:
         entries, where = [{"id": name or "dataset", "instance_data_dir": str(folder)}], "instance_data_dir"
     else:
         entries, where = [dict(entry) for entry in options.datasets], "datasets"
-    defaults = DataDefaults(
-        caption_strategy=options.caption_strategy,
-        instance_prompt=options.instance_prompt,
-        kohya_folders=options.kohya_folders,
-        resolution=options.resolution,
-        resolution_type=options.resolution_type,
-        crop=options.crop,
-        crop_style=options.crop_style,
-        crop_aspect=options.crop_aspect,
-        minimum_image_size=options.minimum_image_size,
-        maximum_image_size=options.maximum_image_size,
-        target_downsample_size=options.target_downsample_size,
-    )
+    defaults = DataDefaults(**{each.name: getattr(options, each.name) for each in fields(DataDefaults)})
     output = config[RunOptions].output_dir
     placeholders = {"model_family": config[ModelOptions].model_family, "output_dir": str(output) if output else None}
     specs, problems = parse_datasets(entries, where=where, defaults=defaults, catalog=catalog, placeholders=placeholders)

@@ -18,13 +18,11 @@ from __future__ import annotations
 import math
 import threading
 from bisect import bisect_right
-from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from functools import partial
-from typing import Generic, Literal, TypeVar
+from functools import lru_cache
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,7 +32,6 @@ from smalti.system import ComputedPermutation, derive_seed, permutation
 
 Numbers = NDArray[np.int64]
 Version = Literal[1, 2]
-T = TypeVar("T")
 
 LIMIT = 1 << 16
 """Samples of a pass, and batches of an epoch, up to which permutations are stored. Changing it changes the order of runs."""
@@ -158,8 +155,10 @@ class Order:
         self._stores_epochs = self.version == 1 or longest_epoch <= LIMIT
         self._shift = 0 if beginning is None else beginning.position - self._start(beginning.epoch)
         # A batch may span two passes, and threads may work on both sides of the end of an epoch.
-        self._passes: _Recent[Callable[[Numbers], Numbers]] = _Recent(2 * len(self.buckets) + 2)
-        self._epochs: _Recent[_Epoch] = _Recent(2)
+        self._passes = lru_cache(2 * len(self.buckets) + 2)(self._shuffle)
+        self._epochs = lru_cache(2)(self._make_epoch)
+        self._computing = threading.Lock()
+        """Held while one is computed: other threads that need it wait, instead of computing it too."""
 
     def changed_to(self, *, version: Version | None = None, beginning: Beginning | None = None) -> Order:
         """The same samples in another version of the order, or from another beginning."""
@@ -168,7 +167,8 @@ class Order:
     def batch(self, position: int) -> GlobalBatch:
         """The global batch at a position, 0 being the first of the run."""
         number = self.epoch_of(position)
-        epoch = self._epochs.get(number, partial(self._make_epoch, number))
+        with self._computing:
+            epoch = self._epochs(number)
         bucket, ordinal = epoch.turn(position - self.epoch_start(number))
         first = ordinal * self.effective_batch
         return GlobalBatch(
@@ -248,7 +248,8 @@ class Order:
         return head
 
     def _shuffled(self, bucket: int, number: int) -> Callable[[Numbers], Numbers]:
-        return self._passes.get((bucket, number), partial(self._shuffle, bucket, number))
+        with self._computing:
+            return self._passes(bucket, number)
 
     def _shuffle(self, bucket: int, number: int) -> Callable[[Numbers], Numbers]:
         shape, size = self.buckets[bucket].bucket, self._contents[bucket].size
@@ -326,28 +327,3 @@ def _stored(numbers: Numbers) -> Callable[[Numbers], Numbers]:
     """Returns the numbers by place, in as little memory as they need."""
     kept = numbers.astype(np.min_scalar_type(max(0, len(numbers) - 1)))
     return lambda places: kept[places].astype(np.int64)
-
-
-class _Recent(Generic[T]):
-    """Caches the last few results of a computation. One thread computes, those that need the same result wait for it."""
-
-    def __init__(self, capacity: int) -> None:
-        self._capacity = capacity
-        self._values: OrderedDict[Hashable, Future[T]] = OrderedDict()
-        self._lock = threading.Lock()
-
-    def get(self, key: Hashable, compute: Callable[[], T]) -> T:
-        with self._lock:
-            found = self._values.get(key)
-            if mine := found is None:
-                found = self._values[key] = Future[T]()
-                if len(self._values) > self._capacity:
-                    self._values.popitem(last=False)
-            self._values.move_to_end(key)
-        if mine:
-            try:
-                found.set_result(compute())
-            except BaseException as error:
-                found.set_exception(error)  # the others must not wait for ever
-                raise
-        return found.result()

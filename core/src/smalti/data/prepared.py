@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from bisect import bisect_right
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from fractions import Fraction
 from functools import cached_property
 from itertools import accumulate, chain, islice, product
@@ -308,23 +308,9 @@ def _root(dataset: Dataset) -> str:
 
 
 def crop_settings_of(spec: DatasetSpec, rules: DataRules) -> CropSettings:
-    """The crop settings of a dataset."""
-    return CropSettings(
-        resolution=spec.resolution,
-        resolution_type=spec.resolution_type,
-        alignment=rules.alignment,
-        aspect_rounding=rules.aspect_rounding,
-        crop=spec.crop,
-        crop_aspect=spec.crop_aspect,
-        aspects=spec.crop_aspect_buckets,
-        maximum_upscale=spec.max_upscale_threshold,
-        crop_style=spec.crop_style,
-        minimum_size=spec.minimum_image_size,
-        maximum_size=spec.maximum_image_size,
-        downsample_size=spec.target_downsample_size,
-        minimum_aspect=spec.minimum_aspect_ratio,
-        maximum_aspect=spec.maximum_aspect_ratio,
-    )
+    """The crop settings of a dataset: keys of its entry, and what the options and the model family set for all."""
+    keys = {each.name: getattr(spec, each.name) for each in fields(CropSettings) if each.name in DatasetSpec.model_fields}
+    return CropSettings(alignment=rules.alignment, aspect_rounding=rules.aspect_rounding, **keys)
 
 
 def _limits(spec: DatasetSpec) -> str:
@@ -339,17 +325,14 @@ def _limits(spec: DatasetSpec) -> str:
 
 def _settings(spec: DatasetSpec, crop_settings: CropSettings) -> dict[str, object]:
     """The settings that determine order and crops of a dataset's images, under the names of the options."""
+    always = {"resolution", "resolution_type", "crop", "minimum_image_size", "repeats"}
+    always |= {"crop_aspect", "crop_style"} if spec.crop else set()
+    values = spec.model_dump(mode="json", include=always | _LATER_SETTINGS)
     return {
-        "resolution": crop_settings.resolution,
-        "resolution_type": crop_settings.resolution_type,
         "aspect_bucket_alignment": crop_settings.alignment,
         "aspect_bucket_rounding": crop_settings.aspect_rounding,
-        "crop": crop_settings.crop,
-        **({"crop_aspect": crop_settings.crop_aspect, "crop_style": crop_settings.crop_style} if crop_settings.crop else {}),
-        "minimum_image_size": crop_settings.minimum_size,
-        "repeats": spec.repeats,
         **({"probability": spec.probability} if spec.probability != 1 else {}),
-        **{name: value for name, value in spec.model_dump(mode="json", include=_LATER_SETTINGS).items() if value},
+        **{name: value for name, value in values.items() if name in always or value},
     }
 
 
@@ -409,7 +392,7 @@ def _counts(parts: Iterable[_BucketPart]) -> tuple[BucketCount, ...]:
 def _resolution(settings: CropSettings) -> Hashable:
     """What datasets have in common that may share a bucket of another aspect ratio."""
     square = settings.crop and settings.crop_aspect == "square"
-    return settings.resolution, settings.resolution_type, settings.alignment, square, settings.aspects
+    return settings.resolution, settings.resolution_type, settings.alignment, square, settings.crop_aspect_buckets
 
 
 def _of_kind(specs: Iterable[DatasetSpec], kind: Kind) -> list[DatasetSpec]:

@@ -16,9 +16,12 @@ import os
 import re
 import secrets
 import shutil
+from functools import partial
 from pathlib import Path
+from typing import BinaryIO
 
 Block = bytes | memoryview
+_COPIED = 1 << 20  # bytes at once
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(?:([KMGT])(I?B)?)?")
 
 
@@ -126,18 +129,19 @@ def remove_tree(path: Path) -> None:
     remove_directory(path)
 
 
-def atomic_write(path: Path, data: bytes, *, mode: int | None = None) -> None:
+def atomic_write(path: Path, data: bytes | BinaryIO, *, mode: int | None = None) -> None:
     """Write `data` to `path` atomically: readers find the old contents or the new ones, also after a power failure.
 
-    The directory must exist. Raises OSError and keeps the old file if the disk is full. `mode` sets the permissions of the
-    file; None leaves the default ones.
+    A file is copied from its place on, in bounded memory. The directory must exist. Raises OSError and keeps the old file if
+    the disk is full. `mode` sets the permissions of the file; None leaves the default ones.
     """
     draft = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
     try:
         with create(draft) as file:
             if mode is not None:
                 os.fchmod(file.fileno(), mode)
-            write(file, data)
+            for block in (data,) if isinstance(data, bytes) else iter(partial(data.read, _COPIED), b""):
+                write(file, block)
             sync(file)
         rename(draft, path)
     except BaseException:

@@ -39,7 +39,7 @@ def earlier_latents_key(data: PreparedData, position: int, row: int, bucket: Buc
     )
     size = dataset.index.size(row)
     scaled = crop_settings.resized(*size, bucket)
-    if crop_settings.maximum_size and scaled != replace(crop_settings, maximum_size=0).resized(*size, bucket):
+    if crop_settings.maximum_image_size and scaled != replace(crop_settings, maximum_image_size=0).resized(*size, bucket):
         cropped += map(str, scaled)
     if flipped:
         cropped.append("flipped")

@@ -116,7 +116,7 @@ class CachedLatents:
         hasher = Hasher(len(numbers), *constants).texts(columns["key"]).texts(columns["etag"])
         hasher.numbers(frames[:, 0]).numbers(frames[:, 1])
         scaled = np.zeros((len(numbers), 2), dtype=np.int64)
-        if self.data.crop_settings[position].maximum_size:
+        if self.data.crop_settings[position].maximum_image_size:
             distinct, which = np.unique(np.column_stack([sizes, numbers]), axis=0, return_inverse=True)
             choices = [
                 self._scaled(position, (width, height), buckets[number]) if number >= 0 else _UNSCALED
@@ -159,10 +159,10 @@ class CachedLatents:
     def _scaled(self, position: int, size: tuple[int, int], bucket: Bucket) -> tuple[int, int]:
         """Returns the size to which an image is scaled, if `maximum_image_size` makes it another one than usual."""
         settings = self.data.crop_settings[position]
-        if not settings.maximum_size:
+        if not settings.maximum_image_size:
             return _UNSCALED
         scaled = settings.resized(*size, bucket)
-        return _UNSCALED if scaled == replace(settings, maximum_size=0).resized(*size, bucket) else scaled
+        return _UNSCALED if scaled == replace(settings, maximum_image_size=0).resized(*size, bucket) else scaled
 
 
 class CachedTexts:

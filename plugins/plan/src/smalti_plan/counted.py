@@ -70,7 +70,7 @@ def request_of(config: Config, kind: str) -> dict[str, object]:
 
 def _key(request: Mapping[str, object], config: Config, plugins: Plugins) -> str:
     """Changes with the options of model and data, the files that describe the model, and the versions that count."""
-    from smalti.data import buckets_key  # needs numpy, which a launch without a forecast does not import
+    from smalti_plan.largest_bucket import buckets_key  # needs numpy, which a launch without a forecast does not import
 
     names = {name for group in config.schema.groups if group.name not in _UNRELATED for name in group.options.model_fields}
     values = cast(dict[str, object], request["values"])
@@ -106,10 +106,10 @@ def count(request: Mapping[str, object]) -> ModelFacts:
     """The facts, counted in this process. Imports torch."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    from smalti.data import largest_bucket
     from smalti.models import dry_run
     from smalti.training import build_model
     from smalti_plan.counting import count_facts
+    from smalti_plan.largest_bucket import largest_bucket
 
     values = cast(dict[str, object], request["values"])
     only, without = (tuple(cast(list[str], values[name])) for name in ("plugins", "without"))

@@ -78,9 +78,9 @@ def mapped(family) -> int:
 def opened(words: Sequence[str], closing: ExitStack):
     """The stage of a run on this rank, with weights."""
     from smalti.cli.arguments import CommandLine
-    from smalti.data import largest_bucket
     from smalti.plugins import choose_distributed, find_family
     from smalti.training import open_parallel
+    from smalti_plan.largest_bucket import largest_bucket
     from smalti_plan.rehearsal.ledger import Ledger
     from smalti_plan.rehearsal.stage import Stage
 

@@ -14,6 +14,7 @@ from pydantic.fields import FieldInfo
 
 from smalti.cli import Command
 from smalti.data import DATASET_KEYS, SIMPLETUNER_KEYS
+from smalti_data.keys import PACKAGE_KEYS
 
 SECTIONS: Mapping[str, tuple[str, ...]] = {
     "Images": ("id", "type", "dataset_type", "instance_data_dir", "kohya_folders", "metadata_backend", "json"),
@@ -84,7 +85,7 @@ def _lines() -> Iterator[str]:
     for title, keys in SECTIONS.items():
         yield from ("", f"### {title}", "", *_table((key, DATASET_KEYS[""][key]) for key in keys))
     yield from ("", "`disabled: true` (or `disable`) switches an entry off.")
-    for title, fields in DATASET_KEYS.items():
+    for title, fields in {**DATASET_KEYS, **PACKAGE_KEYS}.items():
         if title:
             note = ("In the entry or its `huggingface` block, with those above.", "") if "huggingface" in title else ()
             yield from ("", f"### {title}", "", *note, *_table(fields.items()))

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from smalti.data.datasets.caption_filters import caption_filter
-from smalti.data.datasets.spec import DatasetSpec
+from smalti.data.datasets.spec import CaptionShuffle, DatasetSpec
 from smalti.system import derive_seed, permutation, uniform
 
 CACHED_VARIANTS = 4
@@ -67,16 +67,17 @@ class CaptionPolicy:
         return self._completed(caption)
 
     @cached_property
+    def _shuffle(self) -> CaptionShuffle:
+        return self.spec.caption_shuffle or CaptionShuffle(enable=False)
+
+    @cached_property
     def _varies(self) -> bool:
-        shuffle = self.spec.caption_shuffle
-        return (shuffle is not None and shuffle.enable) or self.spec.caption_tag_dropout_rate > 0
+        return self._shuffle.enable or self.spec.caption_tag_dropout_rate > 0
 
     def _choices(self, *, cached: bool) -> int:
         """Returns the number of variants of a caption; 0 is no limit."""
-        shuffle = self.spec.caption_shuffle
-        if shuffle is not None and shuffle.count is not None:
-            return shuffle.count + shuffle.include_original
-        return CACHED_VARIANTS + (shuffle is not None and shuffle.include_original) if cached else 0
+        count = self._shuffle.count or (CACHED_VARIANTS if cached else 0)
+        return count + self._shuffle.include_original if count else 0
 
     def _weighted(self, captions: Sequence[str]) -> Iterator[tuple[str, float]]:
         """Yields the captions that there are, with their weights; all count alike where none of them has a weight."""
@@ -97,18 +98,17 @@ class CaptionPolicy:
 
         Depends on the text of the caption, not on the image: runs and images with the same caption share its variants.
         """
-        shuffle, rate = self.spec.caption_shuffle, self.spec.caption_tag_dropout_rate
-        if shuffle is not None and shuffle.include_original:
+        shuffle, rate = self._shuffle, self.spec.caption_tag_dropout_rate
+        if shuffle.include_original:
             if number == 0:
                 return caption
             number -= 1
-        separator = _SEPARATORS.get(shuffle.split_on, shuffle.split_on) if shuffle is not None else ","
+        separator = _SEPARATORS.get(shuffle.split_on, shuffle.split_on)
         front, text = self._without_prompt(caption)
         tags = [tag for part in text.split(separator) if (tag := part.strip())]
-        start = shuffle.position_start if shuffle is not None else 0
-        kept, others = tags[:start], tags[start:]
-        key = derive_seed("tags", shuffle.seed if shuffle is not None else 0, caption, number)
-        if shuffle is not None and shuffle.enable:
+        kept, others = tags[: shuffle.position_start], tags[shuffle.position_start :]
+        key = derive_seed("tags", shuffle.seed, caption, number)
+        if shuffle.enable:
             others = [others[place] for place in permutation(len(others), key)]
         if rate:
             dropped = derive_seed("dropped", key)

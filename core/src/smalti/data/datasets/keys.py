@@ -1,4 +1,4 @@
-"""Every key that a dataset may have, with its help, for pages of reference."""
+"""The keys that an entry of any dataset may have, with their help, for pages of reference."""
 
 from __future__ import annotations
 
@@ -8,17 +8,11 @@ from pydantic.fields import FieldInfo
 
 from smalti.data.datasets.simpletuner import REFUSED, UNSUPPORTED, WITHOUT_EFFECT
 from smalti.data.datasets.spec import ENTRY_KEYS, CaptionShuffle, JsonTable
-from smalti.data.sources.keys import HubKeys, ImageKeys, TableKeys, UrlListKeys, WebDatasetKeys
 
 DATASET_KEYS: Mapping[str, Mapping[str, FieldInfo]] = {
     "": ENTRY_KEYS,
     "The `json` block": JsonTable.model_fields,
     "The `caption_shuffle` block": CaptionShuffle.model_fields,
-    "The `csv` and `parquet` blocks": TableKeys.model_fields,
-    "Columns of parquet files with images": ImageKeys.model_fields,
-    "Keys of `type: huggingface`": HubKeys.model_fields,
-    "Keys of `type: csv`": UrlListKeys.model_fields,
-    "The `webdataset` block": WebDatasetKeys.model_fields,
 }
 """By where they stand; "" for those of every entry."""
 SIMPLETUNER_KEYS = (WITHOUT_EFFECT, REFUSED, UNSUPPORTED)

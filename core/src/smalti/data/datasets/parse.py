@@ -95,7 +95,7 @@ WITH_TEXTS = ("webdataset", "huggingface")
 
 @dataclass(frozen=True, kw_only=True)
 class DataDefaults:
-    """The global options that apply to every dataset whose entry does not override them.
+    """The options of the same names, which apply to every dataset whose entry does not override them.
 
     A dataset with a metadata table takes its captions from the table unless its entry names a `caption_strategy`. None means
     the default of `DatasetSpec`.
@@ -104,8 +104,6 @@ class DataDefaults:
     caption_strategy: str = "textfile"
     instance_prompt: str | None = None
     kohya_folders: bool = False
-    prepend_instance_prompt: bool = False
-    only_instance_prompt: bool = False
     resolution: float = 1024.0
     resolution_type: ResolutionType = "pixel_area"
     crop: bool | None = None

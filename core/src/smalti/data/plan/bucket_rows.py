@@ -35,7 +35,7 @@ _MOST_BUCKETS = 30_000  # so that their numbers fit into signed 16 bits
 _FORMAT = 1
 _ENDING = b"smalti.bucket.rows"
 _log = logging.getLogger(__name__)
-_WITHOUT_EFFECT = ("crop_style", "maximum_size", "downsample_size")
+_WITHOUT_EFFECT = ("crop_style", "maximum_image_size", "target_downsample_size")
 """Crop settings that do not determine the bucket."""
 
 

@@ -10,7 +10,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from smalti.data.batch_check import BatchShape, BucketCount, check_batches, describe_raised, short_buckets_error
+from smalti.data.batch_check import BatchShape, BucketCount, short_buckets_error
 from smalti.data.buckets import Bucket
 
 ShortBuckets = Literal["merge", "repeat", "drop", "error"]
@@ -49,9 +49,14 @@ def handle_short_buckets(
     the policy is "error", and where it does not help: no bucket of the resolution fills a batch, or repeats were set.
     """
     short = [one for one in counts if one.total < shape.effective]
-    if not short or policy in ("repeat", "error"):
-        raised = check_batches(counts, shape, allow_oversubscription=policy == "repeat")
-        return Handled(raised=raised, notices=describe_raised(counts, raised, shape))
+    if not short:
+        return Handled()
+    if policy in ("repeat", "error"):
+        needed = {one.bucket: one.needed_repeats(shape.effective, override_manual=False) for one in short}
+        raised = {bucket: repeats for bucket, repeats in needed.items() if repeats is not None}
+        if policy == "error" or len(raised) < len(short):
+            raise short_buckets_error(counts, short, shape, allowed=policy == "repeat")
+        return Handled(raised=raised, notices=tuple(_raised(one, raised[one.bucket], shape) for one in short))
     if policy == "drop":
         if len(short) == len(counts):
             raise short_buckets_error(counts, short, shape)
@@ -78,6 +83,12 @@ def handle_short_buckets(
 def _distance(one: Bucket, other: Bucket) -> float:
     """How different two aspect ratios are; equal for images and their transposes."""
     return abs(math.log(one.width * other.height / (one.height * other.width)))
+
+
+def _raised(one: BucketCount, repeats: int, shape: BatchShape) -> str:
+    names = ", ".join(one.adjustable)
+    why = f"{one.total} samples do not fill an effective batch of {shape.effective}"
+    return f"bucket {one.bucket}: repeats raised to {repeats} ({names}), because {why}"
 
 
 def _merged(short: Sequence[BucketCount], targets: Mapping[tuple[str, Bucket], Bucket], shape: BatchShape) -> str:

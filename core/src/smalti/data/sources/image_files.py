@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
-from typing import cast
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 import pyarrow as pa
@@ -12,12 +10,9 @@ import pyarrow.compute as pc
 
 from smalti.data.datasets.sources import CAPTION_EXTENSIONS, DESCRIPTIONS
 from smalti.data.scan.image_sizes import EXTENSIONS
-from smalti.data.sources.unchanged import ListedOnce, ListingDigest
+from smalti.data.sources.unchanged import ListedOnce, ListingDigest, joined, visible
 from smalti.data.storage.protocol import Storage
 
-WINDOW = 1 << 16
-"""Rows at a time."""
-_FILES = pa.schema([("key", pa.string()), ("size", pa.int64()), ("etag", pa.string())])
 _NAME_END = r"[^./]*$"  # a name from its last dot on, without the dot
 
 
@@ -32,22 +27,18 @@ class ImageFiles:
     def __init__(self, storage: Storage | ListedOnce, caption_extension: str = ".txt") -> None:
         self._storage = storage
         self._caption_extension = caption_extension
-        self._skipped: Counter[str] = Counter()
+        self.skipped: dict[str, int] = {}
         self.digest = ListingDigest()
-
-    @property
-    def skipped(self) -> Mapping[str, int]:
-        return dict(self._skipped)
 
     def batches(self) -> Iterator[pa.RecordBatch]:
-        self._skipped.clear()
+        self.skipped = {}
         self.digest = ListingDigest()
         carried: pa.RecordBatch | None = None
-        for window in _windows(self._storage.list_columns()):
+        for window in visible(self._storage.list_columns()):
             known = self._known(window)
             if carried is not None and len(carried):
-                known = _joined([carried, known])
-            if not len(known):
+                known = joined([carried, known])
+            if not len(window) or not len(known):
                 continue
             # An image and its text share the stem, but other names may sort between them: those are waited for.
             last = window.column("key")[len(window) - 1].as_py()
@@ -62,17 +53,13 @@ class ImageFiles:
     def _known(self, window: pa.RecordBatch) -> pa.RecordBatch:
         """The images and text files among these files; the others are counted."""
         keys = window.column("key")
-        hidden = pc.or_(pc.starts_with(keys, "."), pc.match_substring(keys, "/."))
-        if pc.any(hidden).as_py():
-            window = window.filter(pc.invert(hidden))
-            keys = window.column("key")
         self.digest.add(window)
         known = pc.or_(_has_extension(keys, EXTENSIONS), _has_extension(keys, (self._caption_extension,)))
         others = keys.filter(pc.invert(known))
         for key in others.to_pylist():
             extension = key[key.rfind(".") :].lower() if "." in key.rpartition("/")[2] else ""
             if extension not in DESCRIPTIONS and extension not in CAPTION_EXTENSIONS:
-                self._skipped[extension] += 1
+                self.skipped[extension] = self.skipped.get(extension, 0) + 1
         return window.filter(known) if len(others) else window
 
     def _images(self, files: pa.RecordBatch) -> Iterator[pa.RecordBatch]:
@@ -84,28 +71,6 @@ class ImageFiles:
         found = pc.index_in(wanted, value_set=texts.column("key"))
         etags = pc.fill_null(texts.column("etag").take(found), "")
         yield images.append_column("caption_etag", etags)
-
-
-def _windows(files: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-    """The files in batches of about `WINDOW` rows."""
-    waiting: list[pa.RecordBatch] = []
-    for batch in files:
-        for start in range(0, len(batch), WINDOW):
-            part = batch.slice(start, WINDOW)
-            waiting.append(
-                pa.RecordBatch.from_arrays([part.column(each.name).cast(each.type) for each in _FILES], schema=_FILES)
-            )
-            if sum(map(len, waiting)) >= WINDOW:
-                yield _joined(waiting)
-                waiting = []
-    if waiting:
-        yield _joined(waiting)
-
-
-def _joined(batches: list[pa.RecordBatch]) -> pa.RecordBatch:
-    if len(batches) == 1:
-        return batches[0]
-    return cast(pa.RecordBatch, pa.concat_batches(batches))
 
 
 def _stems(keys_of: pa.RecordBatch) -> pa.Array:

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from tempfile import TemporaryFile
-from typing import IO
+from typing import IO, cast
 from weakref import finalize
 
 import numpy as np
@@ -44,19 +44,15 @@ def rebatched(batches: Iterable[pa.RecordBatch], schema: pa.Schema, rows: int = 
             )
             count += part.num_rows
             if count >= rows:
-                yield joined(waiting, schema)
+                yield joined(waiting)
                 waiting, count = [], 0
     if count:
-        yield joined(waiting, schema)
+        yield joined(waiting)
 
 
-def joined(batches: list[pa.RecordBatch], schema: pa.Schema) -> pa.RecordBatch:
-    """Batches as a single one."""
-    if len(batches) == 1:
-        return batches[0]
-    table = pa.Table.from_batches(batches, schema=schema).combine_chunks()
-    found = table.to_batches()
-    return found[0] if found else pa.RecordBatch.from_pylist([], schema=schema)
+def joined(batches: list[pa.RecordBatch]) -> pa.RecordBatch:
+    """Batches of the same columns, at least one, as a single one."""
+    return batches[0] if len(batches) == 1 else cast(pa.RecordBatch, pa.concat_batches(batches))
 
 
 _MOST = 1 << 21

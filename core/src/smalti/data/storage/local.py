@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import secrets
-import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from itertools import takewhile
@@ -22,7 +21,7 @@ from smalti.data.storage.protocol import (
     TransientStorageError,
     checked_key,
 )
-from smalti.system import atomic_write, fsync_directory, rename
+from smalti.system import atomic_write, fsync_directory
 
 if TYPE_CHECKING:
     from smalti.data.datasets.spec import DatasetSpec
@@ -45,7 +44,6 @@ _TRANSIENT = frozenset(
 _NO_HARD_LINKS = frozenset({errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK})
 """What file systems without hard links report: exFAT, and some of FUSE and SMB."""
 
-_BLOCK = 1 << 20
 _ATTEMPTS = 20
 """Writes of a file whose folder another thread removes in between."""
 
@@ -218,19 +216,9 @@ class LocalStorage(Storage):
 
 
 def _copy(source: BinaryIO, target: Path) -> None:
-    """Copy a file atomically, in bounded memory."""
+    """Copy a file atomically, in bounded memory, from its beginning."""
     source.seek(0)
-    draft = target.with_name(f".{target.name}.{secrets.token_hex(4)}.tmp")
-    try:
-        with draft.open("xb") as file:
-            shutil.copyfileobj(source, file, _BLOCK)
-            file.flush()
-            os.fsync(file.fileno())
-        rename(draft, target)
-    except BaseException:
-        draft.unlink(missing_ok=True)
-        raise
-    fsync_directory(target.parent)
+    atomic_write(target, source)
 
 
 def _write_new(path: Path, data: bytes) -> bool:

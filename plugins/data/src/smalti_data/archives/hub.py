@@ -16,8 +16,9 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from smalti import ConfigError, Problem, UserError
-from smalti.data import DatasetSpec, HubKeys, ImageKeys, LocalStorage, MissingFileError, Storage, StoredFile, wrong_values
+from smalti.data import DatasetSpec, LocalStorage, MissingFileError, Storage, StoredFile, wrong_values
 from smalti_data.archives.row_images import RowImages
+from smalti_data.keys import HubKeys, ImageKeys
 
 _log = logging.getLogger(__name__)
 

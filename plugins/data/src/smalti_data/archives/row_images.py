@@ -24,7 +24,6 @@ from smalti import ConfigError, UserError
 from smalti.data import (
     BadSampleError,
     DatasetSpec,
-    ImageKeys,
     Listed,
     ListedState,
     LocalStorage,
@@ -35,6 +34,7 @@ from smalti.data import (
 )
 from smalti_data.archives.containers import ContainerSource, Contents, rows_of
 from smalti_data.file_names import extension_of
+from smalti_data.keys import ImageKeys
 from smalti_data.parquet_files import explained_parquet, parquet_in
 from smalti_data.tables.columns import Projection, TableColumns, column, leaf, leaves
 

@@ -25,12 +25,12 @@ from smalti.data import (
     Storage,
     StorageError,
     StoredFile,
-    WebDatasetKeys,
     read_header,
     wrong_values,
 )
 from smalti_data.archives.containers import ContainerSource, Contents, rows_of
 from smalti_data.archives.tar_members import DamagedTarError, Member, Read, members
+from smalti_data.keys import WebDatasetKeys
 
 _NEAR = 20 << 10
 """Bytes read at once from a local file: a header, and often the caption and the beginning of the image."""

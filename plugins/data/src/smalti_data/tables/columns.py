@@ -13,7 +13,8 @@ from numpy.typing import NDArray
 from pydantic import ValidationError
 
 from smalti import ConfigError, UserError
-from smalti.data import TableKeys, wrong_values
+from smalti.data import wrong_values
+from smalti_data.keys import TableKeys
 
 ROWS = pa.schema([("name", pa.string()), ("captions", pa.list_(pa.string())), ("width", pa.int32()), ("height", pa.int32())])
 """What each batch of a table becomes. `captions` is empty where the row has none; sizes are null where they are unknown."""

@@ -37,7 +37,6 @@ from smalti.data import (
     Storage,
     Threads,
     TransientStorageError,
-    UrlListKeys,
     listed_columns,
     read_header,
     rebatched,
@@ -47,6 +46,7 @@ from smalti.data import (
 from smalti.rundir import ReportTimer
 from smalti.system import atomic_write
 from smalti_data.file_names import extension_of, with_extension
+from smalti_data.keys import UrlListKeys
 from smalti_data.tables.columns import Projection, TableColumns, column, leaf, leaves
 from smalti_data.tables.csv_table import CsvSource, CsvTable
 from smalti_data.urls.http import Client, FailedError, RefusedError

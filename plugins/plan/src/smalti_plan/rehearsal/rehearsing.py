@@ -10,11 +10,12 @@ import torch
 
 from smalti import DistributedPlan, UserError
 from smalti.config import Config
-from smalti.data import Bucket, largest_bucket
+from smalti.data import Bucket
 from smalti.models import dry_run
 from smalti.parallel import Parallel, in_bf16, pins_memory
 from smalti.plugins import Plugins, choose_distributed, find_family
 from smalti.training import open_parallel
+from smalti_plan.largest_bucket import largest_bucket
 from smalti_plan.records import MemoryParts, Operations, PhasePeak, Rehearsal, Traffic
 from smalti_plan.rehearsal import attention, cluster, fake_tensors, replicas
 from smalti_plan.rehearsal.devices import python_backend

@@ -6,14 +6,19 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
+from smalti import ConfigError, UserError
 from smalti.config import Config, DataOptions, RunOptions
-from smalti.data.buckets import Bucket, CropSettings
-from smalti.data.datasets.spec import DatasetSpec, catalog_of
-from smalti.data.from_options import data_rules, dataset_specs
-from smalti.data.plan.bucket_rows import known_buckets
-from smalti.data.prepared import crop_settings_of
-from smalti.data.scan.index import load_index
-from smalti.errors import ConfigError, UserError
+from smalti.data import (
+    Bucket,
+    CropSettings,
+    DatasetSpec,
+    catalog_of,
+    crop_settings_of,
+    data_rules,
+    dataset_specs,
+    known_buckets,
+    load_index,
+)
 from smalti.plugins import Plugins
 from smalti.rundir import RunDirectory
 

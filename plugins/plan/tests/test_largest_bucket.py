@@ -6,7 +6,8 @@ import pytest
 from PIL import Image
 
 from smalti.cli.arguments import CommandLine
-from smalti.data import buckets_key, largest_bucket, scan_data
+from smalti.data import scan_data
+from smalti_plan.largest_bucket import buckets_key, largest_bucket
 
 
 @pytest.fixture

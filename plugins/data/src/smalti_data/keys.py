@@ -1,12 +1,14 @@
-"""The keys of datasets that packages read: settings alone, so that `smalti dataset reference` has them on every machine."""
+"""The keys of datasets that this package reads, beside those of every entry."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field
+from pydantic.fields import FieldInfo
 
-from smalti.data.datasets.spec import Folder
+from smalti.data import Folder
 
 
 class _Keys(BaseModel):
@@ -95,3 +97,13 @@ class WebDatasetKeys(_Keys):
         description="Key of the caption in JSON members, or several of which the first is used that is there. A dot reaches"
         " into an object.",
     )
+
+
+PACKAGE_KEYS: Mapping[str, Mapping[str, FieldInfo]] = {
+    "The `csv` and `parquet` blocks": TableKeys.model_fields,
+    "Columns of parquet files with images": ImageKeys.model_fields,
+    "Keys of `type: huggingface`": HubKeys.model_fields,
+    "Keys of `type: csv`": UrlListKeys.model_fields,
+    "The `webdataset` block": WebDatasetKeys.model_fields,
+}
+"""By where they stand."""
