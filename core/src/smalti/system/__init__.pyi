@@ -10,6 +10,7 @@ from .exit_reports import (
     exit_code_of as exit_code_of,
     hook_file as hook_file,
     launched as launched,
+    name_ranks as name_ranks,
     preallocate as preallocate,
     read_exit_reports as read_exit_reports,
     read_hooks as read_hooks,

@@ -165,6 +165,11 @@ def read_hooks(folder: Path, ranks: Iterable[int]) -> dict[int, UnreturnedHook]:
     return found
 
 
+def name_ranks(ranks: Sequence[int]) -> str:
+    """These ranks in a sentence: "rank 1", or "ranks 1, 2"."""
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
+
+
 def describe(error: BaseException) -> str:
     """An exception in one line: its type, its message, and the notes about the plugin that raised it."""
     notes = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
