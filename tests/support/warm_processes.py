@@ -14,7 +14,7 @@ import sys
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import cache
 from importlib import import_module, invalidate_caches
 from pathlib import Path
@@ -70,6 +70,12 @@ def _free_port() -> int:
 _PLACE = int(os.environ.get("RANK", "0"))
 
 
+class _Nothing:
+    """In place of a process that would start ranks: nothing is launched."""
+
+    def close(self) -> None: ...
+
+
 def command_line(words: list[str], variables: dict[str, str], place: Path) -> tuple[int, str, int]:
     """In the first process: `smalti train`, to its end if it starts no other process.
 
@@ -83,24 +89,24 @@ def command_line(words: list[str], variables: dict[str, str], place: Path) -> tu
 
     waiting: list[tuple[str, int]] = []
 
-    def launch(self: Preparation, standby: None) -> int:
+    def launch(self: Preparation, standby: object) -> int:
         if self.plan.launcher == "in-process":
             return ordinary(self, standby)
-        write_launch_files(self.directory, self.config, self.plugins, self.plan)
+        write_launch_files(self.directory, self.config, self.site.plugins, self.plan)
         if self.site.writer is not None:
             self.site.writer.close()  # the first rank takes the directory itself
         waiting.append((str(self.directory.path), len(self.plan.ranks)))
         return 0
 
-    command = import_module("smalti.cli.train")
-    standby_launcher, command.standby_launcher = command.standby_launcher, lambda config: nullcontext()  # nothing is launched
+    standby = import_module("smalti.launch.standby")
+    starter, standby.StandbyLauncher = standby.StandbyLauncher, _Nothing
     ordinary, Preparation.launch = Preparation.launch, launch
     try:
         with _as_if_new(variables, place / "0.log"):
             code = _exit_code(main, ["train", *words])
     finally:
         Preparation.launch = ordinary
-        command.standby_launcher = standby_launcher
+        standby.StandbyLauncher = starter
     return code, *(waiting[0] if waiting else ("", 0))
 
 

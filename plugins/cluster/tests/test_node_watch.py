@@ -126,4 +126,4 @@ def test_a_store_that_was_lost_with_node_0_is_not_asked():
     assert mine.board.alarmed() is None
     statuses = mine.diagnose(BROKEN, state_consistent=True)
     assert (statuses.gone, statuses.saver) == ((0, 1), 2), "rank 3 is not waited for: it cannot be heard"
-    assert StatusBoard(store, 2).read(4) == {}
+    assert StatusBoard(store, 2).posted(4) == {}

@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from smalti.errors import ExitCode, PreflightError
-from smalti.launch.launcher import run_workers, summarize_exits
+from smalti.launch.launcher import LaunchResult, run_workers, summarize_exits
 from smalti.launch.plan import LaunchPlan
 from smalti.rundir.directory import RunDirectory
 from smalti.rundir.writer import prepare
@@ -43,6 +43,11 @@ def directory(tmp_path) -> RunDirectory:
 def plan(code: str, ranks: int = 1, **more) -> LaunchPlan:
     command = (sys.executable, "-c", LEAVE_WORD + textwrap.dedent(code))
     return LaunchPlan(launcher="elastic", distributed=DDP, command=command, ranks=range(ranks), **more)
+
+
+def run(wanted: LaunchPlan, directory: RunDirectory) -> LaunchResult:
+    ended = run_workers(wanted, directory, [])
+    return ended.code, ended.message
 
 
 def end(rank: int, code: int, at: float, message: str = "so") -> ExitReport:
@@ -160,16 +165,16 @@ def test_a_rank_that_has_no_word_for_the_stop_of_its_launcher_is_a_failure():
 
 def test_the_words_of_the_ranks_become_the_verdict(directory):
     code = "leave(0, 0, 'trained 5 steps'); leave(1, 0, 'trained 5 steps')"
-    assert run_workers(plan(code, ranks=2), directory) == (ExitCode.DONE, "trained 5 steps")
+    assert run(plan(code, ranks=2), directory) == (ExitCode.DONE, "trained 5 steps")
 
 
 def test_a_failing_rank_gives_its_own_exit_code(directory):
     code = "leave(0, 2, 'this node has other plugins'); raise SystemExit(1)"
-    assert run_workers(plan(code), directory) == (ExitCode.USAGE, "rank 0: this node has other plugins")
+    assert run(plan(code), directory) == (ExitCode.USAGE, "rank 0: this node has other plugins")
 
 
 def test_a_worker_that_is_killed_is_told_of(directory):
-    code, message = run_workers(plan("os.kill(os.getpid(), 9)"), directory)
+    code, message = run(plan("os.kill(os.getpid(), 9)"), directory)
     assert code == ExitCode.KILLED
     assert message.startswith("the process that starts the ranks was killed by SIGKILL; rank 0 ended without reporting why")
 
@@ -179,36 +184,36 @@ def test_room_for_the_words_is_there_from_the_start(directory):
     kept = sorted(pathlib.Path(os.environ['SMALTI_OUTCOME_DIR']).iterdir())
     sizes = [len(path.read_bytes()) for path in kept if path.name != 'owner.json']
     leave(0, 0, ' '.join(map(str, sizes)))"""
-    assert run_workers(plan(code), directory) == (ExitCode.DONE, "256 16384 16384")
+    assert run(plan(code), directory) == (ExitCode.DONE, "256 16384 16384")
 
 
 def test_the_first_word_counts(directory):
     code = "from smalti.system import write_exit_report as write; write(0, 'first, and longer'); write(1, 'second')"
-    assert run_workers(plan(code), directory) == (ExitCode.DONE, "first, and longer")
+    assert run(plan(code), directory) == (ExitCode.DONE, "first, and longer")
 
 
 def test_a_word_that_cannot_be_left_is_no_reason_to_fail(directory):
     code = (
         "os.environ['SMALTI_OUTCOME_DIR'] += '/gone'\nfrom smalti.system import write_exit_report\nwrite_exit_report(0, 'done')"
     )
-    assert run_workers(plan(code), directory)[1].endswith("(launcher status 0)")
+    assert run(plan(code), directory)[1].endswith("(launcher status 0)")
 
 
 def test_no_room_for_temporary_files_is_told_before_anything_starts(directory, monkeypatch, tmp_path):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "gone"))
     with pytest.raises(PreflightError, match="cannot create temporary files in"):
-        run_workers(plan("leave(0, 0, 'ran')"), directory)
+        run(plan("leave(0, 0, 'ran')"), directory)
 
 
 def test_a_word_that_was_cut_off_counts_as_none(directory):
     code = "(pathlib.Path(os.environ['SMALTI_OUTCOME_DIR']) / 'rank-0.json').write_text('{\"rank\"'); raise SystemExit(1)"
-    assert "rank 0 ended without reporting why" in run_workers(plan(code), directory)[1]
+    assert "rank 0 ended without reporting why" in run(plan(code), directory)[1]
 
 
 def test_environment_and_secrets_reach_the_workers(directory):
     code = "leave(0, 0, os.environ['OMP_NUM_THREADS'] + os.environ['SMALTI_KEY'])"
     found = plan(code, environment={"OMP_NUM_THREADS": "7"}, secrets={"SMALTI_KEY": "-hunter" + "2"})
-    assert run_workers(found, directory) == (ExitCode.DONE, "7-hunter2")
+    assert run(found, directory) == (ExitCode.DONE, "7-hunter2")
     assert "-hunter2" not in json.dumps(found.as_json()) + repr(found)
 
 
@@ -265,12 +270,14 @@ import smalti.system.signals
 from smalti.launch.plan import LaunchPlan
 from smalti.rundir.directory import RunDirectory
 from smalti.types import DistributedPlan
-from smalti.launch.launcher import run_workers
+from smalti.launch.launcher import received_signals, run_workers
 
 ddp = DistributedPlan(name="ddp", title="DDP", parallel="x:y", fallback=True)
 plan = LaunchPlan(launcher="elastic", distributed=ddp, command=(sys.executable, sys.argv[1]))
 smalti.system.signals.REPEAT_SECONDS = float(sys.argv[3])
-print(json.dumps(run_workers(plan, RunDirectory(sys.argv[2]))))
+with received_signals() as received:
+    ended = run_workers(plan, RunDirectory(sys.argv[2]), received)
+print(json.dumps((ended.code, ended.message)))
 """
 LIVING = """
 import signal, subprocess, sys, time
@@ -425,7 +432,7 @@ def test_the_folder_of_a_killed_launch_goes_with_a_later_one_and_nothing_else_do
     running.process.wait()
     marker = (folder / "owner.json").read_text()
     done = plan("leave(0, 0, 'done')")
-    run_workers(done, directory)
+    run(done, directory)
     used = folder.exists()
     send_signal(signal.SIGKILL, family)
     psutil.wait_procs(family, timeout=60)
@@ -438,7 +445,7 @@ def test_the_folder_of_a_killed_launch_goes_with_a_later_one_and_nothing_else_do
     (place / "smalti-link").symlink_to(tmp_path / "elsewhere")
     (place / "smalti-living").mkdir()
     (place / "smalti-living/owner.json").write_text(json.dumps(asdict(Process.current())))
-    run_workers(done, directory)
+    run(done, directory)
     assert used
     assert sorted(path.name for path in place.iterdir()) == ["smalti-file", "smalti-link", "smalti-living", "smalti-unmarked"]
     assert (tmp_path / "elsewhere/owner.json").exists()

@@ -129,7 +129,7 @@ def test_the_lowest_rank_with_a_whole_state_saves():
 
 def test_a_failure_of_its_own_is_nobody_elses_end_and_is_told_to_the_others(store, other):
     assert detector(store, other).diagnose(GpuFaultError("mine"), suspect=True) is None
-    assert StatusBoard(store, 1).read(2) == {
+    assert StatusBoard(store, 1).posted(2) == {
         0: RankStatus(failure="GpuFaultError: mine", code=ExitCode.GPU_FAULT, suspect=True)
     }
 
@@ -137,7 +137,7 @@ def test_a_failure_of_its_own_is_nobody_elses_end_and_is_told_to_the_others(stor
 def test_the_first_word_of_a_rank_counts(store):
     for failure in ("first", "second"):
         StatusBoard(store, 0).post(RankStatus(failure=failure))
-    assert StatusBoard(store, 1).read(1)[0].failure == "first"
+    assert StatusBoard(store, 1).posted(1)[0].failure == "first"
 
 
 def test_whatever_a_rank_posts_lets_all_know_that_one_is_lost(store):

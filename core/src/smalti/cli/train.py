@@ -11,11 +11,10 @@ import click
 
 from smalti.cli.arguments import CommandLine, pop_flag
 from smalti.cli.pages.help import Command, Formatter, show_page, write_options
-from smalti.cli.pages.options import matching, sections
 from smalti.config import Config, LaunchOptions, RunOptions, Schema, package_of_topic, unknown
 from smalti.errors import ExitCode, UserError, problems_in
 from smalti.hookspecs import HookSpecs
-from smalti.launch import check_run, standby_launcher
+from smalti.launch import check_run
 from smalti.plugins import is_url, open_run
 from smalti.rundir import RunDirectory
 from smalti.system import Stopped, Terminated, ignore_write_errors, importing, preemption_as_exception
@@ -35,6 +34,8 @@ class Train(Command):
     """The command. Its help page has the options of the plugins that the command line selects."""
 
     def page(self, ctx: click.Context, schema: Schema, *, everything: bool) -> str:
+        from smalti.cli.pages.options import sections
+
         formatter = Formatter(max_width=_WIDEST)
         self.format_usage(ctx, formatter)
         self.format_help_text(ctx, formatter)
@@ -106,6 +107,8 @@ def _pop_topic(arguments: list[str]) -> str | None:
 
 def topic_page(schema: Schema, topic: str) -> str:
     """The full help of the options that a word matches. Raises UserError if there are none."""
+    from smalti.cli.pages.options import matching, sections
+
     found = matching(schema, topic)
     if not found:
         if package := package_of_topic(topic):
@@ -129,7 +132,12 @@ def _train(command_line: CommandLine, *, dry_run: bool, as_json: bool) -> int:
                 click.echo(f"smalti: {restored}", err=True)
                 config = command_line.draft()
             _bring_checkpoint(config, command_line, dry_run=dry_run)
-            standby = None if dry_run else closing.enter_context(standby_launcher(config))
+            standby = None
+            if not dry_run and config[LaunchOptions].num_processes > 1:
+                from smalti.launch import StandbyLauncher  # a single rank runs in this process
+
+                standby = StandbyLauncher()
+                closing.callback(standby.close)
             with importing():
                 from smalti.launch import Preparation  # imports much, so only if the options are valid
 

@@ -34,7 +34,6 @@ from smalti.data.scan.identity import Identity, Settings
 from smalti.data.scan.index import DatasetIndex, load_index
 from smalti.data.scan.overlap import overlap
 from smalti.data.scan.quarantine import ErrorBudget, Quarantined, allowed_errors, write_quarantine
-from smalti.data.scan.ranges.known import listed_by_ranks
 from smalti.data.scan.tasks import Handed
 from smalti.errors import PreflightError
 from smalti.system import link_or_copy
@@ -171,7 +170,12 @@ def build_datasets(
             datasets.append(replace(same, spec=spec, index=same.index.named(spec.id), skipped_files={}, source_notices=()))
             continue
         storage = catalog.open_storage(spec)
-        source = catalog.open_source(spec, listed_by_ranks(spec, storage, cache, handed))
+        listed = storage
+        if handed is not None:
+            from smalti.data.scan.ranges.known import listed_by_ranks
+
+            listed = listed_by_ranks(spec, storage, cache, handed)
+        source = catalog.open_source(spec, listed)
         if directory:
             source.use_folder(directory / "sources" / spec.file_name)
         index = build_index(spec, storage, source, cache, progress(spec.id) if progress else None, handed)

@@ -4,7 +4,6 @@ from .launcher import (
     Ended as Ended,
     LaunchResult as LaunchResult,
     received_signals as received_signals,
-    run_once as run_once,
     run_workers as run_workers,
     summarize_exits as summarize_exits,
 )
@@ -20,4 +19,4 @@ from .plan import (
     yaml_text as yaml_text,
 )
 from .preflight import LaunchSite as LaunchSite, Preparation as Preparation, Progress as Progress
-from .standby import StandbyLauncher as StandbyLauncher, standby_launcher as standby_launcher
+from .standby import StandbyLauncher as StandbyLauncher

@@ -23,6 +23,7 @@ import time
 from collections.abc import Callable, Mapping
 from pkgutil import resolve_name
 
+from smalti.errors import ExitCode
 from smalti.system import (
     FOLDER_VARIABLE,
     PARENT_VARIABLE,
@@ -33,7 +34,7 @@ from smalti.system import (
     importing,
     keep_imports,
     latest_progress,
-    write_exit_report_for,
+    write_exit_report,
     write_killed,
 )
 
@@ -135,7 +136,8 @@ def wait_for_ranks(ranks: Mapping[int, subprocess.Popen[bytes]]) -> None:
         if all(time.time() - max(asked, latest_progress(rank)) > timeout for rank in running):
             why = "another rank failed" if lost else "it was asked to stop"
             for rank in running:
-                write_exit_report_for(rank, f"made no progress for {timeout:.0f} s after {why}, and was killed")
+                message = f"made no progress for {timeout:.0f} s after {why}, and was killed"
+                write_exit_report(ExitCode.KILLED, message, rank=rank, secondary=True)
             return
         time.sleep(_POLL_SECONDS)
 

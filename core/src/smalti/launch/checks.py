@@ -132,13 +132,17 @@ def _checked(config: Config, plugins: Plugins, *, thorough: bool, fetch: bool) -
         checks.run(lambda: check_strategy(distributed, config, plugins))
     checks.run(lambda: _evaluation(config, datasets))
     family = checks.run(lambda: _family(config, plugins, fetch=fetch and not checks.problems, dry=thorough))
-    loss = checks.run(lambda: _loss(config, family)) if family else None
+    loss: DenoisingLoss | None = None
     notices: tuple[str, ...] = ()
     if family:
+            from smalti.data import encoding_cache
+            from smalti.training import denoising_loss
+
+            loss = checks.run(lambda: denoising_loss(config, family, "cpu"))
         for work in checks.run(lambda: _periodic_work(config, plugins)) or ():
             notices = (*notices, *(checks.run(partial(work.check, family, datasets)) or ()))
         checks.run(lambda: _regularisation(config, family, datasets))
-        checks.run(lambda: _encoding(config, plugins, family))
+        checks.run(lambda: encoding_cache(config, plugins, family))
         if distributed:
             checks.run(lambda: check_sharding(distributed, family))
         if thorough or (distributed and (distributed.context > 1 or distributed.check_model)):
@@ -207,13 +211,6 @@ def _regularisation(config: Config, family: ModelFamily, datasets: Iterable[Data
         raise ConfigError([Problem(message=message, where=f"dataset {name!r}", fix=fix) for name in chosen])
 
 
-def _encoding(config: Config, plugins: Plugins, family: ModelFamily) -> None:
-    """Raises MissingPlugin if the run encodes ahead, and no plugin keeps what it encodes."""
-    from smalti.data import encoding_cache
-
-    encoding_cache(config, plugins, family)
-
-
 def _checkpoint(config: Config, plugins: Plugins) -> Path | None:
     """The checkpoint to resume from, or None. Raises CheckpointError if its files are missing or have other sizes.
 
@@ -249,13 +246,6 @@ def _family(config: Config, plugins: Plugins, *, fetch: bool, dry: bool) -> Mode
 
     with dry_run("missing") if dry else nullcontext():
         return find_family(config, plugins)
-
-
-def _loss(config: Config, family: ModelFamily) -> DenoisingLoss:
-    """The loss of the run. Raises UserError if objective, weighting and schedule cannot be combined."""
-    from smalti.training import denoising_loss
-
-    return denoising_loss(config, family, "cpu")
 
 
 def _evaluation(config: Config, datasets: Iterable[DatasetSpec]) -> None:

@@ -31,6 +31,7 @@ from smalti.system import (
     ignore_later_signals,
     immediate_exit_code,
     kill_tree,
+    name_ranks,
     preemption_signals,
     read_exit_reports,
     read_hooks,
@@ -66,31 +67,6 @@ class Ended:
 def run_workers(
     plan: LaunchPlan,
     directory: RunDirectory,
-    *,
-    digest: str = "",
-    writer: RunWriter | None = None,
-    standby: StandbyLauncher | None = None,
-    ended_elsewhere: Callable[[], LaunchResult | None] = lambda: None,
-) -> LaunchResult:
-    """Start the workers of this node and wait for them. Returns the exit code and a message that explains it.
-
-    The first Ctrl-C or signal of `preemption_signals` becomes a stop request that all ranks agree on; before the first step it
-    ends the launch. A second one that `SignalFilter` accepts kills every process. Workers refuse a configuration whose digest
-    is not `digest`, if given. `writer` is None where a process of another node owns the run directory. `standby` is a process
-    that is ready to start the ranks. `ended_elsewhere` is asked all the time; its result ends the ranks. Raises PreflightError
-    if temporary files cannot be created.
-    """
-    with received_signals() as received:
-        ended = run_once(
-            plan, directory, received, digest=digest, writer=writer, standby=standby, ended_elsewhere=ended_elsewhere
-        )
-        ignore_later_signals()
-    return ended.code, ended.message
-
-
-def run_once(
-    plan: LaunchPlan,
-    directory: RunDirectory,
     received: list[int],
     *,
     digest: str = "",
@@ -98,7 +74,14 @@ def run_once(
     standby: StandbyLauncher | None = None,
     ended_elsewhere: Callable[[], LaunchResult | None] = lambda: None,
 ) -> Ended:
-    """The same with the signals in `received`, for ranks that may be started again."""
+    """Start the workers of this node and wait for them, within `received_signals`, which gives `received`.
+
+    The first Ctrl-C or signal of `preemption_signals` becomes a stop request that all ranks agree on; before the first step it
+    ends the launch. A second one that `SignalFilter` accepts kills every process. Workers refuse a configuration whose digest
+    is not `digest`, if given. `writer` is None where a process of another node owns the run directory. `standby` is a process
+    that is ready to start the ranks. `ended_elsewhere` is asked all the time; its result ends the ranks. Raises PreflightError
+    if temporary files cannot be created.
+    """
     with launch_folder(plan.ranks) as folder:
         own = {
             FOLDER_VARIABLE: folder,
@@ -195,7 +178,7 @@ def _is_running(process: psutil.Process) -> bool:
 
 @contextmanager
 def received_signals() -> Iterator[list[int]]:
-    """The signals received so far, without repetitions (`SignalFilter`), for `_wait` to handle."""
+    """The signals received so far, without repetitions (`SignalFilter`), for `run_workers`. After it they are ignored."""
     received: list[int] = []
     signal_filter = SignalFilter()
 
@@ -205,6 +188,7 @@ def received_signals() -> Iterator[list[int]]:
 
     with signal_handler((signal.SIGINT, *preemption_signals()), handle):
         yield received
+        ignore_later_signals()
 
 
 def _wait(
@@ -231,8 +215,10 @@ def _wait(
             return None
         if len(received) > 1:
             name = signal.Signals(received[-1]).name
+            _print("ending now")
+            processes.kill()
             message = f"ended at once by {name}; what was saved before is complete, later steps are lost"
-            return _kill(processes, immediate_exit_code(received[-1]), message)
+            return immediate_exit_code(received[-1]), message
         if received and not forwarded and (request is None or _refused(directory, request)):
             request = _request_stop(directory, received[0], on_request=writer is not None and writer.stop_request is not None)
             if request is None:
@@ -282,12 +268,6 @@ def _terminate(processes: _Processes, received: list[int]) -> None:
     processes.kill()
 
 
-def _kill(processes: _Processes, code: ExitCode, message: str) -> LaunchResult:
-    _print("ending now")
-    processes.kill()
-    return code, message
-
-
 def _print(text: str) -> None:
     print(f"smalti: {text}", file=sys.stderr, flush=True)
 
@@ -321,7 +301,7 @@ def summarize_exits(
         by_signal = {rank: name for rank, name in by_signal.items() if rank not in terminated}
         silent = [rank for rank in silent if rank not in terminated]
     in_hooks = {rank: hook for rank, hook in (hooks or {}).items() if rank not in terminated}
-    lost = f"{_names(silent)} ended without reporting why, as when killed (out of memory?)" if silent else ""
+    lost = f"{name_ranks(silent)} ended without reporting why, as when killed (out of memory?)" if silent else ""
     saved = [report.saved for report in failures if report.saved]
     if by_signal and all(report.secondary for report in failures):
         signals = ", ".join(f"rank {rank} was killed by {name}" for rank, name in sorted(by_signal.items()))
@@ -350,7 +330,3 @@ def _with_hooks(causes: str, hooks: Mapping[int, UnreturnedHook]) -> str:
     lines = [f"rank {rank} did not return from {hook.hook}" for rank, hook in sorted(hooks.items())]
     fixes = list(dict.fromkeys(f"fix: {hook.fix}" for hook in hooks.values() if hook.fix))
     return "\n  ".join([causes.partition("\n  fix: ")[0] if fixes else causes, *lines, *fixes])
-
-
-def _names(ranks: list[int]) -> str:
-    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(str(rank) for rank in ranks)}"

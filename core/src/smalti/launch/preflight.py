@@ -34,8 +34,7 @@ from smalti.config import (
 from smalti.data import PreparedData, check_sources, ranks_scan, scan_data, scan_progress, total_steps
 from smalti.errors import BrokenPlugin, ConfigError, ExitCode, GpuFaultError, TakenOverError
 from smalti.hookspecs import HookSpecs
-from smalti.launch.checks import check_run
-from smalti.launch.launcher import LaunchResult, run_workers
+from smalti.launch.checks import CheckedRun, check_run
 from smalti.launch.plan import (
     LaunchPlan,
     allocator_settings,
@@ -45,7 +44,6 @@ from smalti.launch.plan import (
     write_launch_files,
     yaml_text,
 )
-from smalti.launch.standby import StandbyLauncher
 from smalti.parallel import ImageSize, accelerator_kind, choose_precision, cost_of, cpu_notices, describe, describe_devices
 from smalti.plugins import Plugins, choose_distributed, create, lines_of_each
 from smalti.rundir import STOPPED_EARLY, RunDirectory, RunWriter, acquire, overview
@@ -54,6 +52,8 @@ from smalti.training import check_resumable
 from smalti.types import DistributedPlan, LaunchEntry
 
 if TYPE_CHECKING:
+    from smalti.launch.launcher import LaunchResult
+    from smalti.launch.standby import StandbyLauncher
     from smalti.models import ModelFamily
 
 Progress = Callable[[int, int | None], None]
@@ -111,8 +111,27 @@ class LaunchSite:
 
     def run(self, config: Config, plan: LaunchPlan, standby: StandbyLauncher | None) -> LaunchResult:
         """Run to the end. `standby` can start the ranks."""
-        if plan.launcher != "in-process":
-            return run_workers(plan, self.directory, digest=config.digest, writer=self.writer, standby=standby)
+        if plan.launcher == "in-process":
+            return self._run_here(config, plan)
+        from smalti.launch.launcher import received_signals, run_workers
+
+        with received_signals() as received:
+            ended = run_workers(
+                plan,
+                self.directory,
+                received,
+                digest=config.digest,
+                writer=self.writer,
+                standby=standby,
+                ended_elsewhere=self.ended_elsewhere,
+            )
+        return ended.code, ended.message
+
+    def ended_elsewhere(self) -> LaunchResult | None:
+        """A result that ends the ranks of this node, from whatever else takes part. Asked all the time while they run."""
+        return None
+
+    def _run_here(self, config: Config, plan: LaunchPlan) -> LaunchResult:
         with importing():
             from smalti.launch.rank import run_rank
 
@@ -153,8 +172,6 @@ class Preparation:
     """
 
     config: Config
-    plugins: Plugins
-    directory: RunDirectory
     plan: LaunchPlan
     data: PreparedData | None
     facts: Mapping[str, str]
@@ -169,73 +186,45 @@ class Preparation:
         may lack the accelerators. Raises UserError, ConfigError or PreflightError, and Stopped after a request to stop.
         """
         checked = check_run(config, plugins, thorough=not write)
-        directory = RunDirectory(cast(Path, config[RunOptions].output_dir))
-        kind, notices, environment = accelerator_kind(config), [], dict(os.environ)
-        if write:
-            os.environ.update(allocator_settings(kind, environment))  # torch reads them once, when it first uses a device
-            check_accelerators(config, kind)
-        elif kind == "cpu" and (expected := expected_kind(config)) is not None:
-            kind = expected
-            notices.append(f"the launch is planned for {kind} devices, as in the Accelerate YAML; this node has none")
-        given = {"config": config, "directory": directory, "kind": kind, "environment": environment, "write": write}
-        site = open_site(checked.launch, plugins, **given)
-        config = choose_precision(config, kind, directory)
+        site, notices = open_site(checked.launch, config, plugins, write=write)
+        kind, config = site.kind, choose_precision(config, site.kind, site.directory)
         distributed = checked.distributed if config is site.config else choose_distributed(config, plugins)
         plan = site.plan(config, distributed)
-        notices += [
-            *site.notices,
-            *config.notices,
-            *checked.notices,
-            *checked.family.notices,
-            *plan.notices,
-            *cost_of(config, kind),
-        ]
-        described = {"device": describe_devices(config, kind), "precision": describe(config, kind), **site.facts}
-        facts = {name: fact for name, fact in described.items() if fact}
-        of_plugins = []
+        notices += [*site.notices, *config.notices, *checked.notices, *checked.family.notices, *plan.notices]
+        notices += cost_of(config, kind)
+        facts = {"device": describe_devices(config, kind), "precision": describe(config, kind), **site.facts}
+        data, of_plugins = None, []
         if not site.joins:
             of_plugins = lines_of_each(plugins, HookSpecs.notices_before_launch, config=config, plan=distributed, kind=kind)
-        with _failures_recorded(site):
-            if write and not site.joins:
-                site.begin(config)
-            later = write and ranks_scan(config, plugins, directory.data)
-            if write and not site.joins:
-                _check_storages(config, plugins, checked.family, sources=later)
-            data = None if site.joins or later else cls._scan(config, checked.family.alignment, site)
-            if data is not None:
-                size = _largest_image(checked.family, data)
-                facts["tokens"] = str(size)
-                facts["timesteps"] = checked.loss.describe_timesteps(count.bucket for count in data.counts)
-                notices += _resume_notices(config, data, checked.checkpoint, printed_later=write)
-                notices += [*_schedule_notices(config, data), *cpu_notices(config, kind, size), *data.notices]
+            with _failures_recorded(site):
+                data = _scanned(config, site, checked)
+                if data is not None:
+                    size = _largest_image(checked.family, data)
+                    facts["tokens"] = str(size)
+                    facts["timesteps"] = checked.loss.describe_timesteps(count.bucket for count in data.counts)
+                    notices += _resume_notices(config, data, checked.checkpoint, printed_later=write)
+                    notices += [*_schedule_notices(config, data), *cpu_notices(config, kind, size), *data.notices]
         return cls(
             config=config,
-            plugins=plugins,
-            directory=directory,
             plan=plan,
             data=data,
-            facts=facts,
+            facts={name: fact for name, fact in facts.items() if fact},
             site=site,
             notices=tuple(dict.fromkeys([*notices, *of_plugins])),
         )
 
-    @staticmethod
-    def _scan(config: Config, alignment: int, site: LaunchSite) -> PreparedData:
-        if (writer := site.writer) is None:
-            return scan_data(config, site.plugins, alignment, None)
-        writer.phases.enter("scanning")
-        begin = scan_progress(writer.phases)
-        data, started = writer.directory.data, writer.record.started
-        return scan_data(config, site.plugins, alignment, data, lambda name: site.checked(begin(name)), attempt=started)
+    @property
+    def directory(self) -> RunDirectory:
+        return self.site.directory
 
     def launch(self, standby: StandbyLauncher | None = None) -> ExitCode:
         """Run to the end. The last lines of output say how it ended and how to continue. `standby` can start the ranks."""
         for notice in self.notices:
             click.echo(f"smalti: note: {notice}", err=True)
-        click.echo(f"smalti: {self.plugins.summary}", err=True)
+        click.echo(f"smalti: {self.site.plugins.summary}", err=True)
         click.echo(f"smalti: {'; '.join(f'{name} {self.facts[name]}' for name in _FIRST if name in self.facts)}", err=True)
         with _failures_recorded(self.site):
-            write_launch_files(self.directory, self.config, self.plugins, self.plan)
+            write_launch_files(self.directory, self.config, self.site.plugins, self.plan)
             if self.site.writer is not None:
                 self.site.writer.keep_files()
             self.site.gather()
@@ -244,7 +233,7 @@ class Preparation:
         writer = self.site.writer
         if writer is not None:
             lines = lines_of_each(
-                self.plugins, HookSpecs.on_launch_end, directory=self.directory, events=writer.events, code=code
+                self.site.plugins, HookSpecs.on_launch_end, directory=self.directory, events=writer.events, code=code
             )
             for line in lines:
                 click.echo(f"  {line}", err=True)
@@ -305,7 +294,7 @@ class Preparation:
             **self.facts,
             "config": {"digest": self.config.digest, "changes": self.config.changes()},
             "sources": {name: self.config.source(name) for name in self.config.sources},
-            "plugins": list(self.plugins.versions),
+            "plugins": list(self.site.plugins.versions),
             "notices": list(self.notices),
             "effective_batch": self.data.order.effective_batch,
             "steps": total_steps(self.config, self.data),
@@ -341,27 +330,47 @@ class Preparation:
         return str(self.config.masked("\n".join(lines)))
 
 
-def open_site(entry: LaunchEntry | None, plugins: Plugins, **settings: Any) -> LaunchSite:
-    """The place of a launch, from the fields of `LaunchSite`. Other nodes have been found then."""
-    site = LaunchSite(plugins=plugins, **settings) if entry is None else create(entry, entry.site, plugins=plugins, **settings)
+def open_site(entry: LaunchEntry | None, config: Config, plugins: Plugins, *, write: bool) -> tuple[LaunchSite, list[str]]:
+    """The place of a launch, with notices about its devices. Other nodes have been found then."""
+    kind, notices, environment = accelerator_kind(config), [], dict(os.environ)
+    if write:
+        os.environ.update(allocator_settings(kind, environment))  # torch reads them once, when it first uses a device
+        check_accelerators(config, kind)
+    elif kind == "cpu" and (expected := expected_kind(config)) is not None:
+        kind = expected
+        notices.append(f"the launch is planned for {kind} devices, as in the Accelerate YAML; this node has none")
+    directory = RunDirectory(cast(Path, config[RunOptions].output_dir))
+    fields: dict[str, Any] = {"config": config, "plugins": plugins, "directory": directory, "kind": kind}
+    fields |= {"environment": environment, "write": write}
+    site = LaunchSite(**fields) if entry is None else create(entry, entry.site, **fields)
     if not isinstance(site, LaunchSite):
         message = f"{cast(LaunchEntry, entry).origin} returned {type(site).__name__} for a launch, not a LaunchSite"
         raise BrokenPlugin(message, fix=cast(LaunchEntry, entry).origin.workaround)
     site.open()
-    return site
+    return site, notices
 
 
-def _check_storages(config: Config, plugins: Plugins, family: ModelFamily, *, sources: bool) -> None:
-    """Raises UserError if what is encoded ahead cannot be kept; ranks would find that out much later.
+def _scanned(config: Config, site: LaunchSite, checked: CheckedRun) -> PreparedData | None:
+    """The data, after the run directory was acquired to keep its index; None if the ranks will scan it.
 
-    With `sources`, the datasets too are checked, which the ranks will scan.
+    Raises UserError if what is encoded ahead cannot be kept; ranks would find that out much later.
     """
+    plugins, alignment = site.plugins, checked.family.alignment
+    if not site.write:
+        return scan_data(config, plugins, alignment, None)
     from smalti.data import find_encoder
 
-    if (encoder := find_encoder(config, plugins, family)) is not None:
+    writer, folder = site.begin(config), site.directory.data
+    later = ranks_scan(config, plugins, folder)
+    if (encoder := find_encoder(config, plugins, checked.family)) is not None:
         encoder.check()
-    if sources:
+    if later:
         check_sources(config, plugins)
+        return None
+    writer.phases.enter("scanning")
+    begin = scan_progress(writer.phases)
+    started = writer.record.started
+    return scan_data(config, plugins, alignment, folder, lambda name: site.checked(begin(name)), attempt=started)
 
 
 def _twice_as_long(config: Config) -> str:

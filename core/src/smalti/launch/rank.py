@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
 from smalti.config import Config
-from smalti.parallel import FailureDetector, LostRankError, Parallel, describe_phases, write_lost_report
+from smalti.parallel import FailureDetector, LostRankError, Parallel, write_lost_report
 from smalti.plugins import Plugins, choose_distributed, rank_observed
 from smalti.rundir import RunWriter
 from smalti.system import (
@@ -58,7 +58,10 @@ def run_rank(config: Config, plugins: Plugins, writer: RunWriter | None = None) 
                 with faults.interrupting():
                     writer = become_run(config, parallel, writer, closing)
                     context = Context.of(config, plugins, plan, parallel, detector, state, writer)
-                    describe_phases(context.phases)
+                    if parallel.world.size > 1:
+                        from smalti.parallel import describe_phases
+
+                        describe_phases(context.phases)
                     faults.info = context.info
                     closing.enter_context(rank_observed(plugins, state, context.info, context.phases))
                     with memory_explained(plugins, state, context.info):

@@ -9,10 +9,9 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 
-from smalti.config import Config, LaunchOptions
 from smalti.launch.agent import STAND_BY
 from smalti.system import PARENT_VARIABLE
 
@@ -51,16 +50,3 @@ class StandbyLauncher:
             os.close(self._pipe)
             self._process.kill()
             self._process.wait()
-
-
-@contextmanager
-def standby_launcher(config: Config) -> Iterator[StandbyLauncher | None]:
-    """A standby process for the launch of several ranks; None for a single rank, which runs in this process."""
-    if config[LaunchOptions].num_processes == 1:
-        yield None
-        return
-    standby = StandbyLauncher()
-    try:
-        yield standby
-    finally:
-        standby.close()

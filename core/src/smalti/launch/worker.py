@@ -12,7 +12,7 @@ import sys
 from collections.abc import Mapping
 from contextlib import nullcontext
 from pathlib import Path
-from typing import cast
+from typing import Any
 
 from smalti.config import Config, restore
 from smalti.errors import ExitCode, UserError
@@ -86,40 +86,30 @@ def _work(directory: Path) -> None:
 
 
 def load_run(directory: Path) -> tuple[Config, Plugins]:
-    """Read the Config that the launcher resolved, and load the same plugins.
+    """Read the Config that the launcher resolved, with what it has chosen for these ranks, and load the same plugins.
 
     Raises UserError if this node has other plugins, or if another launch has replaced the files in the meantime.
     """
     run = RunDirectory(directory)
     waiting = run.next_of(run.launch_file)
     latest = waiting if waiting.exists() else run.launch_file
-    launch = cast(Mapping[str, object], json.loads(latest.read_text()))
+    launch: Mapping[str, Any] = json.loads(latest.read_text())
     if os.environ.get(DIGEST_VARIABLE, launch["digest"]) != launch["digest"]:
         raise UserError(
             f"another launch in {directory} has other options than this one",
             fix="give all nodes the same options; for another run, choose another --output_dir",
         )
-    values = cast(Mapping[str, object], launch["values"])
-    selection = Selection(only=_names(values["plugins"]), without=_names(values["without"]))
-    plugins = load_plugins(selection)
-    config = restore(schema_of(plugins), values, cast(Mapping[str, object], launch["user_accelerate"]))
+    values = launch["values"]
+    plugins = load_plugins(Selection(only=tuple(values["plugins"]), without=tuple(values["without"])))
+    config = restore(schema_of(plugins), values, launch["user_accelerate"])
     if list(plugins.versions) != launch["plugins"]:
         raise UserError(
             f"this node has other plugins than the launcher: {', '.join(plugins.versions)}",
-            fix=f"install the same plugins: {', '.join(cast(list[str], launch['plugins']))}",
+            fix=f"install the same plugins: {', '.join(launch['plugins'])}",
         )
-    return _with_chosen(config), plugins
-
-
-def _with_chosen(config: Config) -> Config:
-    """With the values that the launcher has chosen for these ranks in place of the configured ones."""
     for name, (value, why) in json.loads(os.environ.get(CHOSEN_VARIABLE, "{}")).items():
         config = config.chosen(name, value, why)
-    return config
-
-
-def _names(value: object) -> tuple[str, ...]:
-    return tuple(cast(list[str], value))
+    return config, plugins
 
 
 if __name__ == "__main__":

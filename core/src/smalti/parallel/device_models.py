@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from importlib.resources import files
+from typing import Any
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,25 +59,14 @@ def device_model_of(device_name: str) -> DeviceModel | None:
     return next((model for model in device_models().values() if re.fullmatch(model.match, name)), None)
 
 
-def _model(name: str, entry: Mapping[str, object]) -> DeviceModel:
-    def number(key: str) -> float:
-        value = entry[key]
-        assert isinstance(value, int | float), f"{name}.{key}"
-        return float(value)
-
-    peaks = entry["peaks"]
-    capability = entry["capability"]
-    assert isinstance(peaks, dict)
-    assert isinstance(capability, list)
+def _model(name: str, entry: Mapping[str, Any]) -> DeviceModel:
+    major, minor = entry["capability"]
     return DeviceModel(
         name=name,
-        title=str(entry["title"]),
-        match=str(entry["match"]),
-        memory=int(number("memory_gib") * 2**30),
-        peaks={precision: 1e12 * float(value) for precision, value in peaks.items()},
-        memory_bandwidth=1e9 * number("memory_bandwidth"),
-        link_bandwidth=1e9 * number("link_bandwidth"),
-        host_bandwidth=1e9 * number("host_bandwidth"),
-        network_bandwidth=1e9 * number("network_bandwidth"),
-        capability=(int(capability[0]), int(capability[1])),
+        title=entry["title"],
+        match=entry["match"],
+        memory=int(entry["memory_gib"] * 2**30),
+        peaks={precision: 1e12 * value for precision, value in entry["peaks"].items()},
+        capability=(major, minor),
+        **{key: 1e9 * value for key, value in entry.items() if key.endswith("_bandwidth")},
     )

@@ -15,17 +15,17 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
-from typing import TypeVar
+from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
 from smalti.errors import ExitCode, UserError
 from smalti.parallel.gloo import BrokenGroupError, break_all_connections, is_connection_error
 from smalti.parallel.protocol import Communicator
-from smalti.parallel.rank_boards import RankStatus, StatusBoard
-from smalti.system import Process, describe, exit_code_of, read_lost_peers, write_exit_report
+from smalti.system import Process, describe, exit_code_of, name_ranks, read_lost_peers, write_exit_report
 
-T = TypeVar("T")
+if TYPE_CHECKING:
+    from smalti.parallel.rank_boards import RankStatus, StatusBoard
 
 _TIMEOUT = 10.0
 """Seconds within which a healthy rank posts its status; it may have to finish a long computation first."""
@@ -61,16 +61,12 @@ class Claim:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._owner: int | None = None
-        self._loss = ""
+        self.loss = ""
+        """What was passed to `freeze`; "" before."""
 
     @property
     def taken(self) -> bool:
         return self._owner is not None
-
-    @property
-    def loss(self) -> str:
-        """What was passed to `freeze`; "" before."""
-        return self._loss
 
     def take(self) -> bool:
         """Whether this thread is the one that diagnoses, saves and exits: the first that calls this, from then on."""
@@ -81,14 +77,14 @@ class Claim:
     def freeze(self, loss: str) -> None:
         """A rank is lost: from now on weights, optimizer state and EMA must not be changed."""
         with self._lock:
-            self._loss = loss
+            self.loss = loss
 
     @contextmanager
     def changing(self) -> Iterator[None]:
         """Around the start of such a change. Raises BrokenGroupError after `freeze`."""
         with self._lock:
-            if self._loss:
-                raise BrokenGroupError(self._loss)
+            if self.loss:
+                raise BrokenGroupError(self.loss)
             yield
 
 
@@ -149,6 +145,8 @@ class FailureDetector:
         processes = communicator.all_gather_text(json.dumps(asdict(Process.current())))
         board = None
         if dist.is_initialized() and dist.group.WORLD is not None:
+            from smalti.parallel.rank_boards import StatusBoard
+
             board = StatusBoard(dist.group.WORLD.get_group_store(), communicator.world.rank)
         return cls(
             processes=tuple(Process(**json.loads(text)) for text in processes),
@@ -165,6 +163,8 @@ class FailureDetector:
         """
         if self.board is None:
             return None
+        from smalti.parallel.rank_boards import RankStatus
+
         if not self.claim.take():
             threading.Event().wait()
         if not (is_connection_error(error) or (isinstance(error, RuntimeError) and (self.claim.loss or self.gone()))):
@@ -178,7 +178,7 @@ class FailureDetector:
         break_all_connections()
         deadline = time.monotonic() + self.timeout
         while True:
-            statuses = self._statuses({**self.board.read(len(self.processes)), self.rank: mine})
+            statuses = self._statuses({**self.board.posted(len(self.processes)), self.rank: mine})
             if not statuses.silent or self.board.lost or time.monotonic() > deadline:
                 return statuses
             time.sleep(_POLL_SECONDS)
@@ -193,7 +193,7 @@ class FailureDetector:
         break_all_connections()  # ranks that have not failed detect it at once
         deadline = time.monotonic() + self.timeout
         while True:
-            posted = self.board.read(len(self.processes))
+            posted = self.board.posted(len(self.processes))
             statuses = RankStatuses(posted=posted)
             if len(posted) == len(self.processes):
                 return statuses.saver == self.rank and len(statuses.failures) == len(posted)
@@ -271,13 +271,9 @@ class FailureDetector:
         """How ranks that are gone were lost: nodes first, as a whole."""
         lost = read_lost_peers()
         whole = {node: [rank for rank in gone if self._node(rank) == node] for node in lost.nodes}
-        causes = [f"{lost.nodes[node]} ({self._listed(ranks)})" for node, ranks in whole.items() if ranks]
+        causes = [f"{lost.nodes[node]} ({name_ranks(ranks)})" for node, ranks in whole.items() if ranks]
         single = [rank for rank in gone if self._node(rank) not in lost.nodes]
         return [*causes, *(f"{self._name(rank)} {lost.ranks.get(rank, 'is gone')}" for rank in single)]
-
-    @staticmethod
-    def _listed(ranks: Sequence[int]) -> str:
-        return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
 
     def _node(self, rank: int) -> int:
         return rank // self.local_size

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,7 +18,7 @@ from torch.distributed.distributed_c10d import _world
 from smalti.types import World
 
 if TYPE_CHECKING:
-    from smalti.parallel.late_ranks import LateRanks, Presence
+    from smalti.parallel.late_ranks import Presence
 
 _SLICE = timedelta(seconds=1)
 _NO_TIMEOUT = timedelta(days=365)
@@ -43,14 +44,9 @@ class GlooCommunicator:
     def all_reduce_max(self, code: int) -> int:
         if self.group is None:
             return code
-        word = torch.tensor(code, dtype=torch.int64)
-        if self.presence is None:
-            dist.all_reduce(word, op=dist.ReduceOp.MAX, group=self.group)
-            return int(word)
-        late, options = self.presence.begin_call(), AllreduceOptions()
+        word, options = torch.tensor(code, dtype=torch.int64), AllreduceOptions()
         options.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)
-        options.timeout = _NO_TIMEOUT
-        self._wait(self.group.allreduce([word], options), late)
+        self._complete(partial(self.group.allreduce, [word], options), options)
         return int(word)
 
     def all_gather_text(self, value: str) -> Sequence[str]:
@@ -64,17 +60,17 @@ class GlooCommunicator:
 
     def _gather(self, value: torch.Tensor) -> list[torch.Tensor]:
         assert self.group is not None
-        found = [torch.empty_like(value) for _ in range(self.world.size)]
-        if self.presence is None:
-            dist.all_gather(found, value, group=self.group)
-            return found
-        late, options = self.presence.begin_call(), AllgatherOptions()
-        options.timeout = _NO_TIMEOUT
-        self._wait(self.group.allgather([found], [value], options), late)
+        found, options = [torch.empty_like(value) for _ in range(self.world.size)], AllgatherOptions()
+        self._complete(partial(self.group.allgather, [found], [value], options), options)
         return found
 
-    def _wait(self, work: dist.Work, late: LateRanks) -> None:
-        """Wait for a call that has begun. Raises BrokenGroupError if the ranks that are late are given up."""
+    def _complete(self, begin: Callable[[], dist.Work], options: AllreduceOptions | AllgatherOptions) -> None:
+        """Begin a call and wait for its end. Raises BrokenGroupError if the ranks that are late are given up."""
+        if self.presence is None:
+            begin().wait()
+            return
+        late, options.timeout = self.presence.begin_call(), _NO_TIMEOUT
+        work = begin()
         while True:
             try:
                 work.wait(_SLICE)

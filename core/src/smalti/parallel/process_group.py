@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -20,11 +21,13 @@ from torch.distributed.tensor import DTensor
 
 from smalti.config import Config, LaunchOptions
 from smalti.parallel.gloo import GlooCommunicator
-from smalti.parallel.late_ranks import Presence, Thread
 from smalti.parallel.precision import in_bf16
 from smalti.parallel.protocol import AbortableCommunicator, Communicator, TrainingState
 from smalti.parallel.state import ModelState
 from smalti.types import World
+
+if TYPE_CHECKING:
+    from smalti.parallel.late_ranks import Presence, Thread
 
 _closed: list[dist.ProcessGroup | None] = []
 """Groups that are no longer used, kept for as long as the process lives.
@@ -95,6 +98,8 @@ class ProcessGroupParallel(ABC):
         """The same, but its calls, which this thread makes, wait for ranks that work."""
         if self._world.size == 1:
             return communicator
+        from smalti.parallel.late_ranks import Presence
+
         presence = Presence(self._world.rank, self._world.size, self.timeout.total_seconds(), thread)
         presence.start()
         self._presences.append(presence)

@@ -41,58 +41,16 @@ class RankStatus:
     suspect: bool = False
 
 
-class StatusBoard:
-    """Where ranks post their statuses, without the process group. Every call returns within seconds, whatever has failed."""
-
-    def __init__(self, store: Store, rank: int) -> None:
-        self._shared = store
-        self._store = PrefixStore(_STATUSES, store)
-        self._rank = rank
-
-    def clone(self) -> StatusBoard:
-        """The same board over a second connection, so that a thread that waits on the first one does not block it."""
-        return StatusBoard(self._shared.clone(), self._rank)  # type: ignore[attr-defined]
-
-    def post(self, status: RankStatus) -> None:
-        """Post the status of this rank; only the first one counts. No rank sees it if the node that hosts the store is lost."""
-        self._within_deadline(lambda: self._store.compare_set(str(self._rank), "", json.dumps(asdict(status))))
-        self.alarm()
-
-    def alarm(self) -> None:
-        """Tell all ranks that one is lost."""
-        self._within_deadline(lambda: self._store.set(_ALARM, "1"))
-
-    def alarmed(self) -> bool | None:
-        """Whether any rank has reported that one is lost; None if the store does not respond."""
-        return self._within_deadline(lambda: self._store.check([_ALARM]))
-
-    def read(self, size: int) -> dict[int, RankStatus]:
-        """The statuses that `size` ranks have posted, by rank; empty if the store does not respond."""
-
-        def look() -> dict[int, RankStatus]:
-            there = [rank for rank in range(size) if self._store.check([str(rank)])]
-            return {rank: RankStatus(**json.loads(self._store.get(str(rank)))) for rank in there}
-
-        return self._within_deadline(look) or {}
-
-    @property
-    def lost(self) -> bool:
-        """Whether the node with the store is lost: then nothing is asked of it."""
-        return 0 in read_lost_peers().nodes
-
-    def _within_deadline(self, action: Callable[[], T]) -> T | None:
-        return None if self.lost else _within_deadline(action)
-
-
 class ProgressBoard:
     """One text per rank. Every call returns within seconds, whatever has failed; what fails has no effect.
 
-    For one thread: it has a connection of its own.
+    For one thread, which waits for no other on a connection of its own (`create`, `clone`).
     """
 
     def __init__(self, store: Store, rank: int, prefix: str = "smalti/progress") -> None:
-        self._statuses = StatusBoard(store, rank)
+        self._shared = store
         self._store = PrefixStore(prefix, store)
+        self._statuses = PrefixStore(_STATUSES, store)
         self._rank = rank
 
     @classmethod
@@ -102,8 +60,13 @@ class ProgressBoard:
             return None
         return cls(dist.group.WORLD.get_group_store().clone(), rank, prefix)  # type: ignore[attr-defined]
 
+    @property
+    def lost(self) -> bool:
+        """Whether the node with the store is lost: then nothing is asked of it."""
+        return 0 in read_lost_peers().nodes
+
     def publish(self, text: str) -> None:
-        _within_deadline(lambda: self._store.set(str(self._rank), text))
+        self._ask(lambda: self._store.set(str(self._rank), text))
 
     def read(self, size: int) -> dict[int, str]:
         """The texts of `size` ranks, as far as they have published one: one request if all have."""
@@ -116,22 +79,47 @@ class ProgressBoard:
                 return {int(name): text.decode() for name, text in zip(names, self._store.multi_get(names), strict=True)}
             return {}
 
-        return _within_deadline(look) or {}
+        return self._ask(look) or {}
 
     def alarm(self) -> None:
         """Tell all ranks that one is lost; they break off what they wait for, and save where they can."""
-        self._statuses.alarm()
+        self._ask(lambda: self._statuses.set(_ALARM, "1"))
+
+    def _ask(self, action: Callable[[], T]) -> T | None:
+        """What `action` returns; None if the store does not respond in time. By itself a call to it can block for very long."""
+        found: list[T] = []
+
+        def attempt() -> None:
+            with suppress(dist.DistError):
+                found.append(action())
+
+        if self.lost:
+            return None
+        thread = threading.Thread(target=attempt, daemon=True)
+        thread.start()
+        thread.join(_STORE_SECONDS)
+        return found[0] if found else None
 
 
-def _within_deadline(action: Callable[[], T]) -> T | None:
-    """What `action` returns; None if the store does not respond in time. By itself a call to it can block for very long."""
-    found: list[T] = []
+class StatusBoard(ProgressBoard):
+    """Where ranks post their statuses once one is lost."""
 
-    def attempt() -> None:
-        with suppress(dist.DistError):
-            found.append(action())
+    def __init__(self, store: Store, rank: int) -> None:
+        super().__init__(store, rank, _STATUSES)
 
-    thread = threading.Thread(target=attempt, daemon=True)
-    thread.start()
-    thread.join(_STORE_SECONDS)
-    return found[0] if found else None
+    def clone(self) -> StatusBoard:
+        """The same board over a second connection, so that a thread that waits on the first one does not block it."""
+        return StatusBoard(self._shared.clone(), self._rank)  # type: ignore[attr-defined]
+
+    def post(self, status: RankStatus) -> None:
+        """Post the status of this rank; only the first one counts. No rank sees it if the node that hosts the store is lost."""
+        self._ask(lambda: self._store.compare_set(str(self._rank), "", json.dumps(asdict(status))))
+        self.alarm()
+
+    def alarmed(self) -> bool | None:
+        """Whether any rank has reported that one is lost; None if the store does not respond."""
+        return self._ask(lambda: self._statuses.check([_ALARM]))
+
+    def posted(self, size: int) -> dict[int, RankStatus]:
+        """The statuses that `size` ranks have posted, by rank; empty if the store does not respond."""
+        return {rank: RankStatus(**json.loads(text)) for rank, text in self.read(size).items()}

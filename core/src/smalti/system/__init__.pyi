@@ -10,13 +10,12 @@ from .exit_reports import (
     exit_code_of as exit_code_of,
     hook_file as hook_file,
     launched as launched,
+    name_ranks as name_ranks,
     preallocate as preallocate,
     read_exit_reports as read_exit_reports,
     read_hooks as read_hooks,
     read_killed as read_killed,
     write_exit_report as write_exit_report,
-    write_exit_report_as as write_exit_report_as,
-    write_exit_report_for as write_exit_report_for,
     write_killed as write_killed,
 )
 from .files import (
@@ -72,7 +71,6 @@ from .signals import (
     print_from_handler as print_from_handler,
     signal_handler as signal_handler,
 )
-from .stacks import STACK_SIGNAL as STACK_SIGNAL, StackDumps as StackDumps
 from .stateless_random import (
     ComputedPermutation as ComputedPermutation,
     as_signed as as_signed,

@@ -49,39 +49,33 @@ def launched() -> bool:
 
 
 def write_exit_report(
-    code: int, message: str, *, secondary: bool = False, saved: str = "", killed_ranks: Sequence[int] = ()
+    code: int,
+    message: str,
+    *,
+    rank: int | None = None,
+    secondary: bool = False,
+    saved: str = "",
+    killed_ranks: Sequence[int] = (),
 ) -> None:
-    """Write the report of this rank. Does nothing if there is one already, or if no launcher started this process."""
+    """Write the report of this rank, or of another `rank` of this node for which its agent reports.
+
+    Does nothing if there is one already, or if no launcher started this process.
+    """
     if not launched():
         return
-    _write_first(
-        ExitReport(
-            rank=own_rank(),
-            exit_code=int(code),
-            message=message,
-            time=time.time(),
-            secondary=secondary,
-            saved=saved,
-            killed_ranks=killed_ranks,
-        )
-    )
-
-
-def write_exit_report_for(rank: int, message: str) -> None:
-    """Report, in the agent, why it killed a rank that did not exit. Does nothing if the rank has written a report itself."""
-    _write_first(ExitReport(rank=rank, exit_code=int(ExitCode.KILLED), message=message, time=time.time(), secondary=True))
-
-
-def write_exit_report_as(rank: int, code: int, message: str) -> None:
-    """Report, in the agent, why it started no rank, in the place of one of them."""
-    _write_first(ExitReport(rank=rank, exit_code=int(code), message=message, time=time.time()))
-
-
-def _write_first(report: ExitReport) -> None:
-    path = exit_report_file(report.rank)
+    path = exit_report_file(rank)
     with suppress(FileNotFoundError):
         if path.read_bytes().strip():
             return
+    report = ExitReport(
+        rank=own_rank() if rank is None else rank,
+        exit_code=int(code),
+        message=message,
+        time=time.time(),
+        secondary=secondary,
+        saved=saved,
+        killed_ranks=killed_ranks,
+    )
     _write(path, asdict(report))
 
 
@@ -169,6 +163,11 @@ def read_hooks(folder: Path, ranks: Iterable[int]) -> dict[int, UnreturnedHook]:
             if hook:
                 found[rank] = UnreturnedHook(hook=hook, fix=fix)
     return found
+
+
+def name_ranks(ranks: Sequence[int]) -> str:
+    """These ranks in a sentence: "rank 1", or "ranks 1, 2"."""
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
 
 
 def describe(error: BaseException) -> str:

@@ -31,7 +31,6 @@ from smalti.data import (
     PreparedData,
     encode_ahead,
     load_data,
-    scan_data_on_all_ranks,
     scan_progress,
     total_steps,
     was_scanned,
@@ -154,6 +153,8 @@ def open_data(context: Context, family: ModelFamily) -> tuple[PreparedData, Enco
     try:
         scanned = run_on_main_rank(communicator, lambda: str(attempt is not None and was_scanned(directory, attempt)))
         if scanned != str(True):
+            from smalti.data import scan_data_on_all_ranks
+
             notices = scan_data_on_all_ranks(
                 config, plugins, family.alignment, directory, communicator, scan_progress(phases), attempt=attempt
             )

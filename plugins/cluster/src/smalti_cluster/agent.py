@@ -14,7 +14,7 @@ from contextlib import suppress
 from typing import cast
 
 from smalti import ExitCode
-from smalti.system import write_exit_report_as
+from smalti.system import write_exit_report
 from smalti_cluster.elastic.messages import Place
 from smalti_cluster.elastic.rendezvous import GroupMember
 from smalti_cluster.nodes.node_watch import note_killed, watch_nodes
@@ -87,7 +87,8 @@ def explain_rendezvous() -> None:
             met = f"the {self.world_size} nodes did not all connect to {where} within {seconds} s"
             message = f"{met}, so no rank was started: {reason}"
             fix = "give all nodes the same --main_process_ip and --main_process_port, and check that they reach that address"
-            write_exit_report_as(int(os.environ.get(FIRST_RANK_VARIABLE, "0")), ExitCode.PREFLIGHT, f"{message}\n  fix: {fix}")
+            first = int(os.environ.get(FIRST_RANK_VARIABLE, "0"))
+            write_exit_report(ExitCode.PREFLIGHT, f"{message}\n  fix: {fix}", rank=first)
             sys.exit(int(ExitCode.PREFLIGHT))  # the launcher prints the message
 
     StaticTCPRendezvous.next_rendezvous = meet_or_report  # type: ignore[method-assign]

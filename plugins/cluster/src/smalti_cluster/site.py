@@ -21,7 +21,6 @@ from smalti.launch import (
     Rendezvous,
     StandbyLauncher,
     plan_launch,
-    run_workers,
 )
 from smalti.plugins import choose_distributed
 from smalti.rundir import RunWriter
@@ -41,12 +40,14 @@ from smalti_cluster.options import ClusterOptions, is_elastic, node_range
 @dataclass(kw_only=True)
 class NodesSite(LaunchSite):
     """`nodes` are those of the launch, if there are several that share the run directory. `group` starts ranks again after
-    some were lost, if the options allow that. `planned` is the configuration with its precision.
+    some were lost, if the options allow that. `planned` is the configuration with its precision. `node_0` is the launch there,
+    if that node owns the run directory.
     """
 
     nodes: Nodes | None = None
     group: Group | None = None
     planned: Config | None = None
+    node_0: LaunchOfNode0 | None = None
 
     def open(self) -> None:
         options = self.config[LaunchOptions]
@@ -110,20 +111,15 @@ class NodesSite(LaunchSite):
                     return self.group.run(present, attempt, standby)
                 finally:
                     self.writer = self.group.writer
-            if node_range(config)[1] == 1:
-                return super().run(config, plan, standby)
             launch = config[LaunchOptions]
-            if launch.machine_rank == 0:
+            if node_range(config)[1] > 1 and launch.machine_rank == 0:
                 check_port(launch.main_process_port or DEFAULT_PORT)
-            elsewhere = LaunchOfNode0(self.directory).stopped_early if self.writer is None else lambda: None
-            return run_workers(
-                plan,
-                self.directory,
-                digest=config.digest,
-                writer=self.writer,
-                standby=standby,
-                ended_elsewhere=elsewhere,
-            )
+            if node_range(config)[1] > 1 and self.writer is None:
+                self.node_0 = LaunchOfNode0(self.directory)
+            return super().run(config, plan, standby)
+
+    def ended_elsewhere(self) -> LaunchResult | None:
+        return None if self.node_0 is None else self.node_0.stopped_early()
 
     def close(self) -> None:
         if self.nodes is not None:

@@ -14,7 +14,6 @@ from typing import Any
 
 import click
 
-from smalti.cli.pages.options import facts
 from smalti.config import Option, OptionGroup, package_of_command
 from smalti.hookspecs import HookSpecs
 from smalti.plugins import load_plugins, selection_of
@@ -126,6 +125,8 @@ def write_options(formatter: click.HelpFormatter, options: Mapping[OptionGroup, 
 
 
 def _entry(option: Option, *, whole: bool) -> tuple[str, str]:
+    from smalti.cli.pages.options import facts
+
     kind, chosen = option.kind.upper(), option.choices
     if chosen:
         kind = "|".join(chosen) if len(f"--{option.name}={'|'.join(chosen)}") <= _TERM else "CHOICE"

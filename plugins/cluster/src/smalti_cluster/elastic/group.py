@@ -30,11 +30,11 @@ from smalti.launch import (
     LaunchResult,
     StandbyLauncher,
     received_signals,
-    run_once,
+    run_workers,
     yaml_text,
 )
 from smalti.rundir import ENDINGS, POLL_SECONDS, STALE_SECONDS, RunDirectory, RunWriter
-from smalti.system import atomic_write, ignore_later_signals, write_json_atomically
+from smalti.system import atomic_write, write_json_atomically
 from smalti_cluster.elastic.excluded import exclude
 from smalti_cluster.elastic.messages import GENERATION_FILE, Generation, GroupEnd, Place, read_generation, read_group_end
 from smalti_cluster.elastic.policy import decide, fault_of_node
@@ -81,7 +81,6 @@ class Group:
                 begun = time.time()
                 ended, group = self._run(found, begun, standby)
                 found, standby = self._after(found, ended, group, begun), None
-            ignore_later_signals()
         return found
 
     # --- one generation ---------------------------------------------------------------------------------------------
@@ -98,7 +97,7 @@ class Group:
             if self._several:
                 variables |= self._place(generation, begun, file).variables()
                 plan = replace(plan, ranks=range(0))  # which the agent learns
-            ended = run_once(
+            ended = run_workers(
                 replace(plan, variables=variables),
                 self._directory,
                 self._received,

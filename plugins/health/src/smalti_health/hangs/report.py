@@ -10,9 +10,10 @@ from pathlib import Path
 
 from smalti import RankInfo, RunState
 from smalti.rundir import EventWriter, Ownership, RunDirectory
-from smalti.system import Process, StackDumps
+from smalti.system import Process
 from smalti_health.hangs.flight_recorder import Call, sentence
 from smalti_health.hangs.rank_progress import RankProgress, Standstill, described
+from smalti_health.hangs.stacks import StackDumps
 
 FOLDER = "hangs"
 _STACK_SECONDS = 5.0

@@ -22,13 +22,14 @@ import torch
 import smalti
 from smalti import RankInfo, RunState
 from smalti.parallel import ProgressBoard, RankWork, describe_work
-from smalti.system import Process, StackDumps, current_hook, seconds_without_progress
+from smalti.system import Process, current_hook, seconds_without_progress
 from smalti.training import StepTimes
 from smalti_health.hangs.deadlines import Deadlines
 from smalti_health.hangs.flight_recorder import Call, last_calls, own_dump
 from smalti_health.hangs.options import HangOptions
 from smalti_health.hangs.rank_progress import OwnTime, RankProgress, Standstill, described, process_of, standstill
 from smalti_health.hangs.report import report_hang, report_waiting
+from smalti_health.hangs.stacks import StackDumps
 from smalti_health.hangs.stragglers import Stragglers
 
 EVERY_SECONDS = 1.0
@@ -84,7 +85,7 @@ class HangWatch:
         self._stops = stops
         self._pace = max(0.02, min([1.0, *(seconds / 60 for seconds in deadlines.given.values() if seconds)]))
         self._own_time = OwnTime(2 * PUBLISH_SECONDS * self._pace)
-        self._stacks = StackDumps()
+        self._stacks = StackDumps(info.world.rank)
         self._process = Process.current()
         self._watched = threading.main_thread().ident or 0
         self._over = threading.Event()

@@ -1,7 +1,4 @@
-"""The stacks of all threads of a process, written when it gets a signal: also while it is stuck in a call to C.
-
-Importing this module imports no torch.
-"""
+"""The stacks of all threads of a process, written when it gets a signal: also while it is stuck in a call to C."""
 
 from __future__ import annotations
 
@@ -14,8 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
 
-from smalti.system.exit_reports import FOLDER_VARIABLE, own_rank
-from smalti.system.process import Process
+from smalti.system import FOLDER_VARIABLE, Process
 
 STACK_SIGNAL = signal.SIGRTMIN + 3 if hasattr(signal, "SIGRTMIN") else signal.SIGURG
 """Not one that a scheduler, torch or a debugger sends. macOS has no real-time signals."""
@@ -25,19 +21,20 @@ _QUIET_SECONDS = 0.2
 
 
 class StackDumps:
-    """The files into which the ranks of this launch write their stacks; each rank opens its own.
+    """The files into which the ranks of this launch write their stacks; each opens its own. `rank` is that of this process.
 
     They are in the temporary folder of the launch, so a rank can read those of the other ranks of its node.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
         self._folder = Path(os.environ.get(FOLDER_VARIABLE) or tempfile.mkdtemp(prefix="smalti-stacks-"))
         self._own = FOLDER_VARIABLE not in os.environ
         self._file: BinaryIO | None = None
 
     def open(self) -> None:
         """Write the stacks of this process into its file at each `STACK_SIGNAL`."""
-        self._file = self._path(own_rank()).open("wb", buffering=0)
+        self._file = self._path(self._rank).open("wb", buffering=0)
         faulthandler.register(STACK_SIGNAL, file=self._file, all_threads=True, chain=False)
 
     def close(self) -> None:
@@ -51,7 +48,7 @@ class StackDumps:
         self._file = None
         if self._own:
             with suppress(OSError):
-                self._path(own_rank()).unlink()
+                self._path(self._rank).unlink()
                 self._folder.rmdir()
 
     def collect(self, ranks: dict[int, Process], seconds: float) -> dict[int, str]:
