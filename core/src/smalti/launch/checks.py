@@ -135,10 +135,10 @@ def _checked(config: Config, plugins: Plugins, *, thorough: bool, fetch: bool) -
     loss: DenoisingLoss | None = None
     notices: tuple[str, ...] = ()
     if family:
-            from smalti.data import encoding_cache
-            from smalti.training import denoising_loss
+        from smalti.data import encoding_cache
+        from smalti.training import denoising_loss
 
-            loss = checks.run(lambda: denoising_loss(config, family, "cpu"))
+        loss = checks.run(lambda: denoising_loss(config, family, "cpu"))
         for work in checks.run(lambda: _periodic_work(config, plugins)) or ():
             notices = (*notices, *(checks.run(partial(work.check, family, datasets)) or ()))
         checks.run(lambda: _regularisation(config, family, datasets))

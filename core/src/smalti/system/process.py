@@ -118,6 +118,8 @@ def _start_time(pid: int) -> str | None:
 
 def kill_tree(pid: int) -> None:
     """Kill a process and all its descendants. Workers have their own sessions, so killing a process group is not enough."""
+    import psutil
+
     try:
         parent = psutil.Process(pid)
         parent.suspend()  # so that it starts no process while its children are listed
