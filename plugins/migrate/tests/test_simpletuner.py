@@ -138,7 +138,7 @@ def test_datasets_of_storages_and_tables_that_plugins_have_are_kept(monkeypatch,
         {"id": "far", "type": "aws", "aws_bucket_name": "cats", "aws_data_prefix": "x"},
         {"id": "near", "instance_data_dir": "cats", "metadata_backend": "parquet", "parquet": {"path": "t.parquet"}},
     ]
-    monkeypatch.setenv("SMALTI_PLUGINS", "migrate,storage_s3,data")
+    monkeypatch.setenv("SMALTI_PLUGINS", "migrate,storage_s3,data,validation")
     with pytest.raises(SystemExit) as left:
         main(["config", "import", str(write("data.json", json.dumps(rows))), "--json"])
     found = json.loads(capsys.readouterr().out)
