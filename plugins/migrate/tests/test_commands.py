@@ -20,7 +20,7 @@ AITOOLKIT = "job: extension\nconfig:\n  process:\n  - type: sd_trainer"
 @pytest.fixture
 def refused(capsys, monkeypatch):
     """refused(words...) -> the error; the exit code is that of a wrong configuration."""
-    monkeypatch.setenv("SMALTI_PLUGINS", "toy,migrate")
+    monkeypatch.setenv("SMALTI_PLUGINS", "toy,migrate,validation")
 
     def call(*words: object) -> str:
         code, _, errors = commands(capsys)(*words)

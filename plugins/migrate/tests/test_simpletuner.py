@@ -139,7 +139,7 @@ def test_datasets_of_storages_and_tables_that_plugins_have_are_kept(monkeypatch,
         {"id": "far", "type": "aws", "aws_bucket_name": "cats", "aws_data_prefix": "x"},
         {"id": "near", "instance_data_dir": "cats", "metadata_backend": "parquet", "parquet": {"path": "t.parquet"}},
     ]
-    monkeypatch.setenv("SMALTI_PLUGINS", "migrate,storage_s3,data")
+    monkeypatch.setenv("SMALTI_PLUGINS", "migrate,storage_s3,data,validation")
     code, output, _ = commands(capsys, "config")("import", write("data.json", json.dumps(rows)), "--json")
     found = json.loads(output)
     assert (code, [each["id"]["value"] for each in found["datasets"]], found["left"]) == (0, ["far", "near"], [])

@@ -32,7 +32,7 @@ def problems(configure, *flags, **sources) -> str:
 @pytest.fixture(scope="module")
 def schema() -> Schema:
     """The options of the core, of this package, and of others that share names with SimpleTuner."""
-    return schema_of(load_plugins(Selection(only=("cache", "toy", "trackers", "migrate"))))
+    return schema_of(load_plugins(Selection(only=("cache", "toy", "trackers", "migrate", "validation"))))
 
 
 @pytest.fixture

@@ -87,7 +87,7 @@ def test_without_any_family_the_packages_that_have_some_are_named(run, monkeypat
 
 def test_short_help_has_the_options_that_most_runs_need_and_full_help_all(run, schema):
     short, full = (
-        run("train", each, "--plugins=toy,trackers")[1].replace("--[no_]", "--") for each in ("--help", "--help-all")
+        run("train", each, "--plugins=toy,trackers,validation")[1].replace("--[no_]", "--") for each in ("--help", "--help-all")
     )
     levels = {option.name: option.level for option in schema.options.values()}
     assert [name for name, level in levels.items() if (f"  --{name}" in short) != (level == "basic")] == []
@@ -128,7 +128,7 @@ def test_every_kind_of_problem_is_told_in_one_round(run, write, tmp_path, way):
     words = [
         "train",
         *way,
-        "--plugins=toy,trackers",
+        "--plugins=toy,trackers,validation",
         "--model_family=toy",
         "--max_train_steps=100",
         f"--output_dir={tmp_path / 'run'}",
@@ -171,7 +171,13 @@ REFUSED = {
 
 @pytest.mark.parametrize("flag", REFUSED, ids=[flag[:40].encode(errors="replace").decode() for flag in REFUSED])
 def test_a_dry_run_refuses_what_the_run_cannot_do(run, tmp_path, flag):
-    words = ["--plugins=toy", "--model_family=toy", "--max_train_steps=4", f"--output_dir={tmp_path / 'run'}", "--use_cpu"]
+    words = [
+        "--plugins=toy,validation",
+        "--model_family=toy",
+        "--max_train_steps=4",
+        f"--output_dir={tmp_path / 'run'}",
+        "--use_cpu",
+    ]
     images = [f"--instance_data_dir={tmp_path / 'images'}", "--validation_prompt=a cat", "--resolution=32"]
     code, _, errors = run("train", "--dry-run", *words, *images, flag)
     expected = 8 if "a checkpoint" in REFUSED[flag] or "no checkpoint" in REFUSED[flag] else 2
@@ -215,7 +221,7 @@ def test_show_prints_toml_with_sources_and_differences(run, write, monkeypatch):
 
 
 def test_show_has_every_value_with_its_source_for_machines(run, schema):
-    shown = json.loads(run("config", "show", "--json", "--seed=5", "--plugins=toy,trackers")[1])
+    shown = json.loads(run("config", "show", "--json", "--seed=5", "--plugins=toy,trackers,validation")[1])
     assert shown["values"]["seed"] == {"value": 5, "source": "flag (--seed)"}
     assert shown["values"].keys() == schema.options.keys()
 

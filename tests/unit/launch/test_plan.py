@@ -142,8 +142,8 @@ def test_the_files_of_a_launch_give_the_configuration_again(configure, plugins, 
 
 
 def test_a_worker_refuses_what_another_launch_has_left_meanwhile(configure, tmp_path, monkeypatch):
-    plugins = load_plugins(Selection(only=("toy", "trackers")))
-    ours, theirs = (configure(f"--seed={seed}", "--plugins=toy,trackers") for seed in (5, 6))
+    plugins = load_plugins(Selection(only=("toy", "trackers", "validation")))
+    ours, theirs = (configure(f"--seed={seed}", "--plugins=toy,trackers,validation") for seed in (5, 6))
     directory = RunDirectory(tmp_path)
     monkeypatch.setenv("SMALTI_DIGEST", ours.digest)
     write_launch_files(directory, ours, plugins, plan(ours))

@@ -83,7 +83,7 @@ def finish(run: Run, actions: StepActions, outcome: Outcome) -> Outcome:
         failed = do_periodic_work(run, actions)
     except Exception as error:  # noqa: BLE001 - or another rank was lost; the trained state is saved
         run.parted = True
-        failed = [f"the last {' or '.join(work.name for work in actions.work)} failed: {summary(error)}"]
+        failed = [f"the last {' or '.join(work.name for work in run.periodic)} failed: {summary(error)}"]
         warn(run.plugins, run.state, failed[0], error)
     return replace(outcome, message="; ".join((outcome.message, *failed)))
 
