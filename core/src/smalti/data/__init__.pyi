@@ -3,9 +3,13 @@ from .batch_check import BatchShape as BatchShape, BucketCount as BucketCount
 from .buckets import Bucket as Bucket, CropSettings as CropSettings
 from .dataset import Dataset as Dataset
 from .datasets.captions import depends_on_text_file as depends_on_text_file
-from .datasets.keys import DATASET_KEYS as DATASET_KEYS, SIMPLETUNER_KEYS as SIMPLETUNER_KEYS
 from .datasets.parse import DataDefaults as DataDefaults, parse_datasets as parse_datasets
-from .datasets.simpletuner import is_comment as is_comment
+from .datasets.simpletuner import (
+    REFUSED as REFUSED,
+    UNSUPPORTED as UNSUPPORTED,
+    WITHOUT_EFFECT as WITHOUT_EFFECT,
+    is_comment as is_comment,
+)
 from .datasets.sources import (
     LISTED as LISTED,
     Listed as Listed,
@@ -16,6 +20,8 @@ from .datasets.sources import (
 from .datasets.spec import (
     BUILT_IN_METADATA as BUILT_IN_METADATA,
     BUILT_IN_STORAGES as BUILT_IN_STORAGES,
+    ENTRY_KEYS as ENTRY_KEYS,
+    CaptionShuffle as CaptionShuffle,
     Catalog as Catalog,
     DatasetSpec as DatasetSpec,
     Folder as Folder,

@@ -1,4 +1,4 @@
-"""The keys of datasets that this package reads, beside those of every entry."""
+"""The keys of datasets that this package reads, and with them every key that a dataset may have."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Annotated
 from pydantic import BaseModel, ConfigDict, Field
 from pydantic.fields import FieldInfo
 
-from smalti.data import Folder
+from smalti.data import ENTRY_KEYS, CaptionShuffle, Folder, JsonTable
 
 
 class _Keys(BaseModel):
@@ -99,11 +99,14 @@ class WebDatasetKeys(_Keys):
     )
 
 
-PACKAGE_KEYS: Mapping[str, Mapping[str, FieldInfo]] = {
+DATASET_KEYS: Mapping[str, Mapping[str, FieldInfo]] = {
+    "": ENTRY_KEYS,
+    "The `json` block": JsonTable.model_fields,
+    "The `caption_shuffle` block": CaptionShuffle.model_fields,
     "The `csv` and `parquet` blocks": TableKeys.model_fields,
     "Columns of parquet files with images": ImageKeys.model_fields,
     "Keys of `type: huggingface`": HubKeys.model_fields,
     "Keys of `type: csv`": UrlListKeys.model_fields,
     "The `webdataset` block": WebDatasetKeys.model_fields,
 }
-"""By where they stand."""
+"""By where they stand; "" for those of every entry."""

@@ -13,8 +13,8 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from smalti.cli import Command
-from smalti.data import DATASET_KEYS, SIMPLETUNER_KEYS
-from smalti_data.keys import PACKAGE_KEYS
+from smalti.data import REFUSED, UNSUPPORTED, WITHOUT_EFFECT
+from smalti_data.keys import DATASET_KEYS
 
 SECTIONS: Mapping[str, tuple[str, ...]] = {
     "Images": ("id", "type", "dataset_type", "instance_data_dir", "kohya_folders", "metadata_backend", "json"),
@@ -80,12 +80,11 @@ def dataset_reference() -> str:
 
 
 def _lines() -> Iterator[str]:
-    without_effect, refused, unsupported = SIMPLETUNER_KEYS
     yield "## All keys"
     for title, keys in SECTIONS.items():
         yield from ("", f"### {title}", "", *_table((key, DATASET_KEYS[""][key]) for key in keys))
     yield from ("", "`disabled: true` (or `disable`) switches an entry off.")
-    for title, fields in {**DATASET_KEYS, **PACKAGE_KEYS}.items():
+    for title, fields in DATASET_KEYS.items():
         if title:
             note = ("In the entry or its `huggingface` block, with those above.", "") if "huggingface" in title else ()
             yield from ("", f"### {title}", "", *note, *_table(fields.items()))
@@ -96,13 +95,13 @@ def _lines() -> Iterator[str]:
         "A notice says why, except for the value in the second column.",
     )
     yield from ("", "| key | accepted silently | why |", "|---|---|---|")
-    yield from (f"| `{key}` | {_silent(one.same)} | {one.why} |" for key, one in without_effect.items())
+    yield from (f"| `{key}` | {_silent(one.same)} | {one.why} |" for key, one in WITHOUT_EFFECT.items())
     yield from ("", "### Keys of SimpleTuner that are refused", "")
     yield "They change what is trained on. A value in the second column is accepted, because it changes nothing."
     yield from ("", "| key | accepted | why | what to do |", "|---|---|---|---|")
-    yield from (f"| `{key}` | {_silent(one.same)} | {one.why} | {one.fix} |" for key, one in refused.items())
+    yield from (f"| `{key}` | {_silent(one.same)} | {one.why} | {one.fix} |" for key, one in REFUSED.items())
     yield from ("", "### Values of SimpleTuner that are not supported yet", "", "| key | value | what to do |", "|---|---|---|")
-    yield from (f"| `{key}` | `{value}` | {fix} |" for key, values in unsupported.items() for value, fix in values.items())
+    yield from (f"| `{key}` | `{value}` | {fix} |" for key, values in UNSUPPORTED.items() for value, fix in values.items())
 
 
 def _silent(values: Iterable[object]) -> str:
