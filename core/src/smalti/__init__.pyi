@@ -49,6 +49,7 @@ from .types import (
     Registered as Registered,
     RunInfo as RunInfo,
     RunState as RunState,
+    ScanEntry as ScanEntry,
     StepBoundary as StepBoundary,
     StepResult as StepResult,
     StopReason as StopReason,

@@ -210,7 +210,8 @@ PACKAGES = (
     ),
     Package(
         plugin="data",
-        commands=("dataset unpack",),
+        options=("data_scan",),
+        commands=("dataset", "dataset reference", "dataset unpack"),
         storages=("csv", "huggingface", "json", "parquet", "webdataset"),
     ),
     Package(
@@ -245,7 +246,7 @@ PACKAGES = (
     ),
     Package(plugin="migrate", options=("defaults_from",), commands=("checkpoint convert", "config import")),
     Package(plugin="webui", needs=("migrate",), commands=("ui",)),
-    Package(plugin="testing", commands=("plugin", "dataset reference")),
+    Package(plugin="testing", commands=("plugin",)),
 )
 
 PLUGINS = {package.plugin: package for package in PACKAGES}

@@ -28,6 +28,7 @@ from .registered import (
     Part as Part,
     Recompute as Recompute,
     Registered as Registered,
+    ScanEntry as ScanEntry,
     StorageEntry as StorageEntry,
     Strategy as Strategy,
 )
