@@ -12,7 +12,7 @@ import tiny
 from click.testing import CliRunner
 from PIL import Image
 
-from smalti.cli.dataset import dataset
+from smalti_data.dataset import dataset
 from smalti_testing import FaultProxy, Rule, seaweed
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "sdxl-fsdp2.toml"

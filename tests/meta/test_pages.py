@@ -17,9 +17,9 @@ from smalti.hookspecs import HookSpecs
 from smalti.plugins.discovery import Selection, load_plugins
 from smalti.plugins.schema import schema_of
 from smalti.types import CommandCollector
+from smalti_data.dataset_keys import SECTIONS, dataset_reference
 from smalti_migrate.simpletuner.page import reference_keys_page
 from smalti_migrate.tables import tables_page
-from smalti_testing.dataset_keys import SECTIONS, dataset_reference
 
 _LINK = re.compile(r"\]\((?!https?:)([^)\s]*)\)")
 _HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)

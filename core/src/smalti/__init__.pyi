@@ -51,6 +51,7 @@ from .types import (
     RunInfo as RunInfo,
     RunState as RunState,
     RunValue as RunValue,
+    ScanEntry as ScanEntry,
     StepBoundary as StepBoundary,
     StepResult as StepResult,
     StopReason as StopReason,

@@ -11,6 +11,7 @@ The hooks in the order of a run:
       check_config               all problems of a configuration, before anything is launched
       configure_distributed      the strategy (DDP, FSDP, ...) and how its processes are launched
       configure_launch           where the ranks start, if that is more than one node
+      configure_scan             who scans the datasets, if that is more than one process
       notices_before_launch      what the user should know before the launch
     on every rank
       configure_distributed      again, with the same result; then its `Parallel` is created
@@ -98,6 +99,7 @@ from smalti.types import (
     RunInfo,
     RunState,
     RunValue,
+    ScanEntry,
     StepBoundary,
     StepResult,
     StorageEntry,
@@ -225,6 +227,15 @@ class HookSpecs:
         """gather: this plugin's way to start the ranks if this launch needs it, or None. Two entries are an error.
 
         Called in the launcher. Without an entry, the core starts the ranks of one node, and refuses a launch on several.
+        """
+        raise NotImplementedError
+
+    @_spec
+    def configure_scan(self, config: Config) -> ScanEntry | None:
+        """gather: this plugin's scan of the datasets by all ranks if this launch may need it, or None.
+
+        Called in the launcher and again on every rank, so the result must depend on `config` alone. The first entry by name is
+        used. Without one, the launcher scans, or the main rank where there is no launcher.
         """
         raise NotImplementedError
 

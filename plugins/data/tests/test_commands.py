@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 from pathlib import Path
 
@@ -13,7 +14,10 @@ from click.testing import CliRunner
 from PIL import Image
 
 from smalti.cli.entry import smalti
+from smalti.config import resolve
+from smalti.data import PreparedData, scan_data
 from smalti.errors import ConfigError, ExitCode, MissingPlugin
+from smalti.plugins import load_plugins, schema_of, selection_of
 
 
 def run(*words: object) -> str:
@@ -49,27 +53,27 @@ def absent(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("smalti.config.known_packages.installed", lambda name: False)
 
 
+def scan(*flags: str) -> PreparedData:
+    plugins = load_plugins(selection_of((), None, os.environ))
+    return scan_data(resolve(schema_of(plugins), flags), plugins, 8, None)
+
+
 def test_without_the_package_a_table_is_refused_with_what_to_install(absent: None, tmp_path: Path) -> None:
     Image.new("RGB", (16, 16)).save(tmp_path / "pet.png")
     (tmp_path / "metadata.jsonl").write_text('{"filename": "pet.png", "caption": "a pet"}')
     entry = {"id": "pets", "instance_data_dir": str(tmp_path), "metadata_backend": "json"}
     (tmp_path / "data.json").write_text(json.dumps([entry]))
     with pytest.raises(ConfigError, match=r"'json' belongs to smalti-data\n    fix: pip install .+data'?$") as caught:
-        run("scan", f"--data_backend_config={tmp_path / 'data.json'}")
+        scan(f"--data_backend_config={tmp_path / 'data.json'}")
     assert caught.value.exit_code == ExitCode.MISSING_PLUGIN
 
 
 def test_without_the_package_a_folder_with_text_files_is_a_dataset(absent: None, tmp_path: Path) -> None:
     Image.new("RGB", (16, 16)).save(tmp_path / "pet.png")
     (tmp_path / "pet.txt").write_text("a pet")
-    assert ": 1 images, 0 unusable" in run("scan", f"--instance_data_dir={tmp_path}")
+    assert len(scan(f"--instance_data_dir={tmp_path}").indexes[0]) == 1
 
 
-def test_without_the_package_the_command_says_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("SMALTI_WITHOUT", "data")
-    monkeypatch.setattr("smalti.config.known_packages.installed", lambda name: False)
-    with pytest.raises(
-        MissingPlugin, match=r"the command 'dataset unpack' belongs to smalti-data\n  fix: pip install .+data'?$"
-    ):
-        run("unpack", tmp_path, "--to", tmp_path / "photos")
-    assert "unpack" not in run("--help")
+def test_without_the_package_the_command_says_what_to_install(absent: None) -> None:
+    with pytest.raises(MissingPlugin, match=r"the command 'dataset' belongs to smalti-data\n  fix: pip install .+data'?$"):
+        run("scan")

@@ -12,10 +12,10 @@ from click.testing import CliRunner
 from PIL import Image
 
 from smalti import ConfigError, UserError
-from smalti.cli.dataset import dataset
 from smalti.data import DatasetSpec, MissingFileError, Storage, StoredFile
 from smalti.data.storage.local import LocalStorage
 from smalti_data.archives import row_images
+from smalti_data.dataset import dataset
 from smalti_data.tables.parquet_table import open_parquet
 
 

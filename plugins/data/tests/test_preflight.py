@@ -1,10 +1,11 @@
-"""Tables and lists are checked before ranks start, also where the ranks list the data."""
+"""Datasets are checked before ranks start, also where the ranks scan them; and when that is."""
 
 import json
 
 import pytest
 
 from smalti.config.resolution import resolve
+from smalti.data import ranks_scan
 from smalti.errors import UserError
 from smalti.launch.preflight import Preparation
 from smalti.plugins import load_plugins, schema_of
@@ -13,6 +14,7 @@ from smalti.plugins import load_plugins, schema_of
 @pytest.mark.parametrize(
     ("entry", "message"),
     [
+        ({"instance_data_dir": "gone"}, "gone is not a folder"),
         ({"metadata_backend": "json", "json": {}}, "metadata.jsonl cannot be read"),
         ({"metadata_backend": "csv", "csv": {"caption_column": "tags"}}, "has no column 'tags'"),
         ({"metadata_backend": "webdataset", "webdataset": {"ending": "jpg"}}, "unknown key 'ending'"),
@@ -35,3 +37,24 @@ def test_data_that_all_ranks_scan_is_checked_before_they_start(tmp_path, monkeyp
     config = resolve(schema_of(plugins), flags, environment={})
     with pytest.raises(UserError, match=message):
         Preparation.of(config, plugins, write=True)
+
+
+@pytest.mark.parametrize(
+    ("flags", "remote", "scanned", "ranks"),
+    [
+        ((), True, False, True),
+        ((), True, True, False),
+        ((), False, False, False),
+        (("--data_scan=launcher",), True, False, False),
+        (("--data_scan=ranks",), False, True, True),
+        (("--data_scan=ranks", "--num_processes=1"), True, False, False),
+    ],
+)
+def test_hook_configure_scan_leaves_new_remote_data_to_the_ranks_of_a_launch(tmp_path, flags, remote, scanned, ranks):
+    plugins = load_plugins()
+    place = {"type": "huggingface", "dataset_name": "ann/cats"} if remote else {"instance_data_dir": str(tmp_path)}
+    (tmp_path / "data.json").write_text(json.dumps([{"id": "pets"} | place]))
+    if scanned:
+        (tmp_path / "pets.arrow").write_bytes(b"")
+    words = ("--num_processes=2", f"--data_backend_config={tmp_path / 'data.json'}", *flags)
+    assert ranks_scan(resolve(schema_of(plugins), words, environment={}), plugins, tmp_path) is ranks

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from smalti.data.scan.ranges import listing
-from smalti.data.scan.ranges.listing import ListedByRanks, list_range
-from smalti.data.scan.tasks import Handed
+from smalti_data.all_ranks import listing
+from smalti_data.all_ranks.listing import ListedByRanks, list_range
+from smalti_data.all_ranks.tasks import Handed
 
 KEYS = sorted(
     {

@@ -176,14 +176,6 @@ def test_a_run_that_encodes_ahead_needs_the_package_that_does_it(wanted, plugins
     Preparation.of(wanted(*flags, "--vae_cache_disable", "--text_cache_disable"), plugins, write=False)
 
 
-def test_data_that_all_ranks_scan_is_checked_before_they_start(configure, plugins, tmp_path, write):
-    data = write("data.json", json.dumps([{"id": "pets", "instance_data_dir": str(tmp_path / "gone")}]))
-    flags = ("--model_family=toy", "--max_train_steps=1", "--use_cpu", "--num_processes=2", "--data_scan=ranks")
-    config = configure(*flags, f"--data_backend_config={data}", f"--output_dir={tmp_path / 'run'}")
-    with pytest.raises(UserError, match="gone is not a folder"):
-        Preparation.of(config, plugins, write=True)
-
-
 class Noticing:
     @hookimpl
     def notices_before_launch(self, plan, kind):

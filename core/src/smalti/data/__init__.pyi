@@ -1,4 +1,3 @@
-from .all_ranks import scan_data_on_all_ranks as scan_data_on_all_ranks
 from .batch_check import BatchShape as BatchShape, BucketCount as BucketCount
 from .buckets import Bucket as Bucket, CropSettings as CropSettings
 from .dataset import Dataset as Dataset
@@ -52,6 +51,7 @@ from .from_options import (
     ranks_scan as ranks_scan,
     scan_buckets as scan_buckets,
     scan_data as scan_data,
+    scan_entry as scan_entry,
     scan_progress as scan_progress,
     total_steps as total_steps,
     was_scanned as was_scanned,
@@ -67,16 +67,24 @@ from .order import (
 )
 from .plan.bucket_rows import known_buckets as known_buckets
 from .prepared import PreparedData as PreparedData, build_datasets as build_datasets, crop_settings_of as crop_settings_of
-from .scan.build import Progress as Progress
+from .scan.build import (
+    Kept as Kept,
+    MakeRows as MakeRows,
+    Progress as Progress,
+    scan_part as scan_part,
+    written as written,
+)
 from .scan.changes import changes as changes, keep as keep
 from .scan.identity import Identity as Identity, Settings as Settings, first_digest as first_digest
 from .scan.image_sizes import DECODING_ERRORS as DECODING_ERRORS, EXTENSIONS as EXTENSIONS, read_header as read_header
 from .scan.index import DatasetIndex as DatasetIndex, load_index as load_index
+from .scan.index_file import IndexFile as IndexFile
 from .scan.quarantine import (
     BadSampleError as BadSampleError,
     ErrorBudget as ErrorBudget,
     Quarantined as Quarantined,
 )
+from .scan.rows import Rows as Rows
 from .sources.image_files import ImageFiles as ImageFiles
 from .sources.unchanged import (
     FILES as FILES,

@@ -25,11 +25,12 @@ from smalti.data.datasets.parse import DataDefaults, load_backend_config, parse_
 from smalti.data.datasets.spec import Catalog, DatasetSpec, catalog_of, unused_caches
 from smalti.data.prepared import DataRules, PreparedData, build_datasets, check_no_overlap, load_datasets, prepare
 from smalti.data.scan.build import Progress
-from smalti.data.scan.tasks import Handed
 from smalti.errors import ConfigError, PreflightError, Problem
-from smalti.plugins import Plugins, choose_distributed
+from smalti.hookspecs import HookSpecs
+from smalti.plugins import Plugins, choose_distributed, create
 from smalti.rundir import Phases, RunDirectory
 from smalti.system import atomic_write
+from smalti.types import ScanEntry
 
 Scan = Callable[[str], Progress]
 _SCAN_NOTE = "scan.json"
@@ -133,21 +134,21 @@ def scan_data(
     progress: Scan | None = None,
     *,
     attempt: float | None = None,
-    handed: Handed | None = None,
+    build: Callable[..., tuple[Dataset, ...]] = build_datasets,
 ) -> PreparedData:
     """Scan the datasets and compute the order of samples. Call it in one process: the launcher, or rank 0.
 
     `directory` stores the indexes, so that the next scan opens only new files; None writes nothing. `attempt` is the time at
-    which this attempt of the run began: its ranks then recognize the scan with `was_scanned`. With `handed`, other ranks open
-    files too.
+    which this attempt of the run began: its ranks then recognize the scan with `was_scanned`. `build` takes the
+    place of `build_datasets` in a scan by several processes.
     """
     catalog = catalog_of(plugins)
     specs = dataset_specs(config, catalog)
     rules = data_rules(config, plugins, alignment)
-    training = build_datasets(specs, catalog, directory, progress, handed=handed)
+    training = build(specs, catalog, directory, progress)
     _check_shuffled_reads(config, training, rules)
     data = prepare(training, rules, notices=unused_caches(specs), directory=directory)
-    held_out = build_datasets(specs, catalog, directory, progress, kind="eval", handed=handed)
+    held_out = build(specs, catalog, directory, progress, kind="eval")
     if directory is not None and attempt is not None:
         note = {"attempt": attempt, "indexes": _indexes(directory)}
         atomic_write(directory / _SCAN_NOTE, json.dumps(note).encode())
@@ -192,18 +193,18 @@ def scan_buckets(
     return data, rules.shape, notices
 
 
-def ranks_scan(config: Config, plugins: Plugins, directory: Path) -> bool:
-    """Whether all ranks scan the datasets together, rather than the launcher before it starts them.
+def scan_entry(config: Config, plugins: Plugins) -> ScanEntry | None:
+    """A plugin's scan by all ranks, for a launch of several; None where one process scans."""
+    return next(iter(plugins.gather(HookSpecs.configure_scan, config=config)), None)
 
-    The launcher finds mistakes in the data before processes and models are loaded. It would take long for remote images that
-    have never been scanned: then there is one machine where there could be all.
+
+def ranks_scan(config: Config, plugins: Plugins, directory: Path) -> bool:
+    """Whether all ranks will scan the datasets together, rather than the launcher before it starts them.
+
+    The launcher finds mistakes in the data before processes and models are loaded.
     """
-    choice = config[DataOptions].data_scan
-    if config[LaunchOptions].num_processes == 1 or choice != "auto":
-        return config[LaunchOptions].num_processes > 1 and choice == "ranks"
-    specs = dataset_specs(config, catalog_of(plugins))
-    new = [spec for spec in specs if spec.has_images and not (directory / f"{spec.file_name}.arrow").exists()]
-    return any(spec.type not in ("local", "csv") for spec in new)  # a list of URLs is downloaded by one process in any case
+    entry = scan_entry(config, plugins)
+    return entry is not None and bool(create(entry, entry.wanted, config, plugins, directory))
 
 
 def check_sources(config: Config, plugins: Plugins) -> None:

@@ -29,12 +29,11 @@ from smalti.data.order import BucketSamples, Order, Part
 from smalti.data.plan.bucket_rows import BucketRows, rows_by_bucket
 from smalti.data.plan.scheduled_order import ScheduledOrder, Span
 from smalti.data.plan.short_buckets import ShortBuckets, handle_short_buckets
-from smalti.data.scan.build import Progress, build_index
+from smalti.data.scan.build import MakeRows, Progress, build_index, make_rows
 from smalti.data.scan.identity import Identity, Settings
 from smalti.data.scan.index import DatasetIndex, load_index
 from smalti.data.scan.overlap import overlap
 from smalti.data.scan.quarantine import ErrorBudget, Quarantined, allowed_errors, write_quarantine
-from smalti.data.scan.tasks import Handed
 from smalti.errors import PreflightError
 from smalti.system import link_or_copy
 
@@ -148,7 +147,7 @@ def build_datasets(
     progress: Callable[[str], Progress] | None = None,
     *,
     kind: Kind = "image",
-    handed: Handed | None = None,
+    make_rows: MakeRows = make_rows,
 ) -> tuple[Dataset, ...]:
     """Scan the datasets of one kind. Call it in one process, before `load_datasets` in the others.
 
@@ -158,7 +157,7 @@ def build_datasets(
         directory: where indexes and quarantine lists are kept, the run directory's `data`; None keeps nothing.
         progress: called with the id of a dataset before it is scanned; returns the progress callback of the scan.
         kind: "image" for training, "eval" for held-out images.
-        handed: hands out parts of the scan to other ranks.
+        make_rows: may have other processes open files.
     """
     datasets: list[Dataset] = []
     for spec in _of_kind(specs, kind):
@@ -170,15 +169,10 @@ def build_datasets(
             datasets.append(replace(same, spec=spec, index=same.index.named(spec.id), skipped_files={}, source_notices=()))
             continue
         storage = catalog.open_storage(spec)
-        listed = storage
-        if handed is not None:
-            from smalti.data.scan.ranges.known import listed_by_ranks
-
-            listed = listed_by_ranks(spec, storage, cache, handed)
-        source = catalog.open_source(spec, listed)
+        source = catalog.open_source(spec, storage)
         if directory:
             source.use_folder(directory / "sources" / spec.file_name)
-        index = build_index(spec, storage, source, cache, progress(spec.id) if progress else None, handed)
+        index = build_index(spec, storage, source, cache, progress(spec.id) if progress else None, make_rows)
         if directory:
             write_quarantine(directory / f"{spec.file_name}.quarantine.jsonl", index.quarantined)
         skipped, notices = dict(source.skipped_files), (*unread_names_notice(spec), *source.notices)

@@ -45,6 +45,7 @@ _ANSWERS: Mapping[Callable[..., object], Answer] = {
     HookSpecs.register_caches: Answer("smalti.types:CacheEntry", several=True),
     HookSpecs.configure_distributed: Answer("smalti.types:DistributedPlan"),
     HookSpecs.configure_launch: Answer("smalti.types:LaunchEntry"),
+    HookSpecs.configure_scan: Answer("smalti.types:ScanEntry"),
     HookSpecs.notices_before_launch: Answer("builtins:str", several=True),
     HookSpecs.detect_blocks: Answer("smalti.types:Block", several=True),
     HookSpecs.wrap_model: Answer("torch.nn:Module"),

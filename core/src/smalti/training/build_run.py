@@ -31,6 +31,8 @@ from smalti.data import (
     PreparedData,
     encode_ahead,
     load_data,
+    scan_data,
+    scan_entry,
     scan_progress,
     total_steps,
     was_scanned,
@@ -145,7 +147,8 @@ def ownership_of(context: Context) -> Ownership:
 def open_data(context: Context, family: ModelFamily) -> tuple[PreparedData, Encoded]:
     """The order of samples on this rank, and what of them was encoded ahead. *Collective*.
 
-    Reads the indexes that the launcher wrote just now into the run directory. Where nobody has, all ranks scan them.
+    Reads the indexes that the launcher wrote just now into the run directory. Where nobody has, the main rank scans them, or
+    with a plugin all ranks do.
     """
     config, plugins, communicator, phases = context.config, context.plugins, context.parallel, context.phases
     directory, writer = context.directory.data, context.writer
@@ -153,12 +156,13 @@ def open_data(context: Context, family: ModelFamily) -> tuple[PreparedData, Enco
     try:
         scanned = run_on_main_rank(communicator, lambda: str(attempt is not None and was_scanned(directory, attempt)))
         if scanned != str(True):
-            from smalti.data import scan_data_on_all_ranks
-
-            notices = scan_data_on_all_ranks(
-                config, plugins, family.alignment, directory, communicator, scan_progress(phases), attempt=attempt
-            )
-            for notice in notices:
+            scan = partial(scan_data, config, plugins, family.alignment, directory, scan_progress(phases), attempt=attempt)
+            entry = scan_entry(config, plugins)
+            if entry is None:
+                notices = json.loads(run_on_main_rank(communicator, lambda: json.dumps(scan().notices)))
+            else:
+                notices = create(entry, entry.scan, config, plugins, directory, communicator, scan)
+            for notice in notices if communicator.world.is_main else ():
                 print(f"smalti: note: {notice}", file=sys.stderr)
     except RankError as failure:
         raise failure.for_user() from failure

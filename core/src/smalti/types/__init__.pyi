@@ -29,6 +29,7 @@ from .registered import (
     PeriodicEntry as PeriodicEntry,
     Recompute as Recompute,
     Registered as Registered,
+    ScanEntry as ScanEntry,
     StorageEntry as StorageEntry,
     Strategy as Strategy,
 )

@@ -94,6 +94,21 @@ class MetadataEntry(Registered):
 
 
 @dataclass(frozen=True, kw_only=True)
+class ScanEntry(Registered):
+    """A scan of the datasets by all ranks together.
+
+    Both are "module:callable" and take the `Config`, the `Plugins` and the path of the run's `data` folder. `wanted` says in
+    the launcher whether the ranks will scan, rather than the launcher before it starts them. `scan` is called on every rank if
+    this attempt of the run has no indexes yet, and is *collective*. It also takes the `Communicator`, and a function to call on
+    the main rank, `smalti.data.scan_data` without its `build`. Returns the notices, on the main rank.
+    """
+
+    kind = "the scan"
+    wanted: str
+    scan: str
+
+
+@dataclass(frozen=True, kw_only=True)
 class OptimizerEntry(Registered):
     """An optimizer for `--optimizer`.
 
@@ -190,7 +205,8 @@ class CommandCollector(click.Group):
 
     def __init__(self) -> None:
         super().__init__()
-        self._below: dict[str, CommandCollector] = {}
+        self.groups: dict[str, CommandCollector] = {}
+        """What `below` returned, by the name of the group."""
 
     def add_command(self, cmd: click.Command, name: str | None = None) -> None:
         name = name or cmd.name
@@ -203,8 +219,8 @@ class CommandCollector(click.Group):
         self.add_command(Deferred(address, summary, section))
 
     def below(self, name: str) -> CommandCollector:
-        """What takes further subcommands of a group of the core, such as "config"."""
-        return self._below.setdefault(name, CommandCollector())
+        """What takes further subcommands of a group of the core or of another plugin, such as "config"."""
+        return self.groups.setdefault(name, CommandCollector())
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         command = self.commands.get(cmd_name)

@@ -1,8 +1,10 @@
-"""Registers storages and metadata backends for datasets that are no plain folders, and `smalti dataset unpack`."""
+"""Registers storages and metadata backends for other data than folders, a scan by all ranks, and `smalti dataset`."""
 
 from __future__ import annotations
 
-from smalti import CommandCollector, MetadataEntry, StorageEntry, hookimpl
+from smalti import CommandCollector, Config, MetadataEntry, OptionGroup, ScanEntry, StorageEntry, hookimpl
+from smalti.config import LaunchOptions
+from smalti_data.options import GROUP, ScanOptions
 
 HUB_KEYS = (
     "dataset_name", "split", "revision", "dataset_config", "image_column", "caption_column", "fallback_caption_column",
@@ -35,6 +37,13 @@ METADATA = (
     MetadataEntry(name="huggingface", title="Images in parquet files", factory="smalti_data.archives.hub:HubImages"),
 )
 
+SCAN = ScanEntry(
+    name="all-ranks",
+    title="by all ranks together",
+    wanted="smalti_data.all_ranks.wanted:ranks_scan",
+    scan="smalti_data.all_ranks.scan:scan_datasets",
+)
+
 
 class Data:
     """Active where it is installed; a source is imported when a dataset uses it."""
@@ -48,7 +57,21 @@ class Data:
         return list(METADATA)
 
     @hookimpl
+    def declare_options(self) -> list[OptionGroup]:
+        return [GROUP]
+
+    @hookimpl
+    def configure_scan(self, config: Config) -> ScanEntry | None:
+        if config[LaunchOptions].num_processes == 1 or config[ScanOptions].data_scan == "launcher":
+            return None
+        return SCAN
+
+    @hookimpl
     def register_commands(self, commands: CommandCollector) -> None:
+        summary = "Scan datasets and check them against the batch size."
+        commands.add_deferred("smalti_data.dataset:dataset", summary, section="Data")
+        keys = "Print all keys of a dataset entry as Markdown."
+        commands.below("dataset").add_deferred("smalti_data.dataset_keys:reference", keys)
         commands.below("dataset").add_deferred(
             "smalti_data.commands:unpack", "Write the images of parquet files into a folder, with their captions."
         )

@@ -33,11 +33,10 @@ class CommandSubject:
 
     @cached_property
     def commands(self) -> dict[tuple[str, ...], click.Command]:
-        """As the plugin registers them, by name; those below a group of the core by the names of both."""
-        core, own = CommandCollector(), CommandCollector()
-        PluginSubject("commands").answer(HookSpecs.register_commands, commands=core)
+        """As the plugin registers them, by name; those below a group of others by the names of both."""
+        own = CommandCollector()
         PluginSubject(self.plugin).answer(HookSpecs.register_commands, commands=own)
-        groups = {(): own} | {(name,): own.below(name) for name in core.commands}
+        groups = {(): own} | {(name,): group for name, group in own.groups.items()}
         return {(*path, name): each for path, group in groups.items() for name, each in _members(group).items()}
 
     @cached_property

@@ -9,8 +9,6 @@ class Testing:
     @hookimpl
     def register_commands(self, commands: CommandCollector) -> None:
         commands.add_deferred("smalti_testing.new_plugin:plugin", "Create a plugin package.", section="Configuration")
-        keys = "Print all keys of a dataset entry as Markdown."
-        commands.below("dataset").add_deferred("smalti_testing.dataset_keys:reference", keys)
 
 
 plugin = Testing()

@@ -96,6 +96,12 @@ CHAPTERS = (
         bases=("smalti.data:MetadataSource",),
     ),
     Chapter(
+        title="Scans",
+        about="`configure_scan` returns a `ScanEntry`, which names two functions. `scan` may pass `scan_data` another "
+        "`smalti.data.build_datasets`, with a `make_rows` and a `Catalog` of its own.",
+        classes=("smalti:ScanEntry",),
+    ),
+    Chapter(
         title="Optimizers",
         about="`register_optimizers` names a factory; the factory returns a `torch.optim.Optimizer` over groups of "
         "(name, parameter) pairs. Each group may have a `weight_decay` of its own. State that is a tensor is saved under the "

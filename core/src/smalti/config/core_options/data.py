@@ -120,11 +120,6 @@ class DataOptions(Options):
         level="advanced",
         ge=0,
     )
-    data_scan: Literal["auto", "launcher", "ranks"] = option(
-        "auto",
-        help="Who scans datasets: the launcher, or all ranks together. Default: ranks if a remote dataset has no index yet.",
-        level="advanced",
-    )
     on_changed_data: Literal["refuse", "continue"] = option(
         "refuse",
         help="What to do on resume when images, captions or crops have changed: refuse, or continue with the new data.",

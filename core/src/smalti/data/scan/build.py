@@ -8,9 +8,8 @@ continues: finished parts for which files were opened are kept beside the index.
 from __future__ import annotations
 
 import os
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
@@ -24,7 +23,6 @@ from smalti.data.scan.image_sizes import EXTENSIONS
 from smalti.data.scan.index import DatasetIndex, load_index
 from smalti.data.scan.index_file import IndexFile, IndexWriter, recipe_of
 from smalti.data.scan.parts import chosen, in_parts, with_last
-from smalti.data.scan.tasks import Handed, Task, wait_for, written
 from smalti.data.storage.columns import text_parts
 from smalti.data.storage.protocol import Storage
 from smalti.data.threads import Threads
@@ -36,6 +34,17 @@ if TYPE_CHECKING:
 
 Progress = Callable[[int, int | None], None]
 """Called with the number of samples done and the total, every few thousand samples; None while the total is not known."""
+MakeRows = Callable[["Rows", Iterable[pa.RecordBatch], Threads, "Kept"], Iterator[pa.RecordBatch]]
+"""Makes the rows of all parts of a listing, in order. What is `Kept` is not done again after an interruption."""
+
+
+def make_rows(rows: Rows, parts: Iterable[pa.RecordBatch], pool: Threads, kept: Kept) -> Iterator[pa.RecordBatch]:
+    """Make all rows in this process."""
+    for part in parts:
+        made, opened = rows.of(part, pool)
+        if opened:
+            kept.add(rows.spec, made)
+        yield made
 
 
 def build_index(
@@ -44,19 +53,19 @@ def build_index(
     source: MetadataSource,
     cache: Path | None = None,
     progress: Progress | None = None,
-    handed: Handed | None = None,
+    make_rows: MakeRows = make_rows,
 ) -> DatasetIndex:
     """Scan a dataset; returns its index, which is also written to `cache` (only in memory if that is None).
 
     The index in `cache` is kept as it is if the source recognizes that nothing changed, unless it has images that could not
     be read: those are tried again. Otherwise its rows are reused where nothing changed. Unusable samples become rows with a
     reason.
-    With `handed`, other ranks open files too. Raises UserError for a dataset without images, and TransientStorageError when the
+    Raises UserError for a dataset without images, and TransientStorageError when the
     storage does not answer.
     """
     if cache is None:
         sink = pa.BufferOutputStream()
-        _Scan(spec, storage, source, Kept(None)).write(sink, [], progress)
+        _Scan(spec, storage, source, Kept(None), make_rows).write(sink, [], progress)
         file = IndexFile(sink.getvalue())
         assert file.summary is not None
         return DatasetIndex(spec.id, file, file.summary)
@@ -69,7 +78,7 @@ def build_index(
             progress(len(same), len(same))
         return same
     with written(cache) as file_written:
-        _Scan(spec, storage, source, kept, handed).write(file_written, [*kept.paths(), cache], progress)
+        _Scan(spec, storage, source, kept, make_rows).write(file_written, [*kept.paths(), cache], progress)
     kept.remove()
     return load_index(spec, cache)
 
@@ -86,16 +95,17 @@ def _unchanged(spec: DatasetSpec, source: MetadataSource, cache: Path) -> Datase
     return DatasetIndex(spec.id, file, before)
 
 
-def scan_part(spec: DatasetSpec, storage: Storage, source: MetadataSource, cache: Path, task: Task) -> None:
-    """Do a part of another rank's scan of the index `cache`."""
+def scan_part(
+    spec: DatasetSpec, storage: Storage, source: MetadataSource, cache: Path, part: pa.RecordBatch, path: Path
+) -> None:
+    """Do a part of another process's scan of the index `cache`: write the rows of what it has listed to `path`."""
     from smalti.data.scan.earlier import EarlierRows
     from smalti.data.scan.rows import Rows
 
-    wait_for(Path(task.listed))
     rows = Rows(spec=spec, storage=storage, source=source, earlier=EarlierRows.open(spec, [cache]))
     with _reading_threads() as pool:
-        made, _ = rows.of(pa.ipc.open_file(task.listed).read_all().combine_chunks().to_batches()[0], pool)
-    _write_rows(Path(task.rows), spec, made)
+        made, _ = rows.of(part, pool)
+    _write_rows(path, spec, made)
 
 
 @dataclass(frozen=True)
@@ -106,7 +116,7 @@ class _Scan:
     storage: Storage
     source: MetadataSource
     kept: Kept
-    handed: Handed | None = None
+    make_rows: MakeRows
     problems: list[int] = field(default_factory=list)
     """How many samples of each part the source lists as unusable."""
 
@@ -118,7 +128,7 @@ class _Scan:
         rows = Rows(spec=self.spec, storage=self.storage, source=self.source, earlier=EarlierRows.open(self.spec, earlier))
         done = 0
         with _reading_threads() as pool, IndexWriter(sink, recipe_of(self.spec)) as writer:
-            for made, is_last in with_last(self._parts(rows, pool)):
+            for made, is_last in with_last(self.make_rows(rows, self._parts(), pool, self.kept)):
                 writer.write(made)
                 done += len(made)
                 writer.lasting_problems += without_caption(made)
@@ -129,44 +139,11 @@ class _Scan:
             writer.source = self.source.listed_state
             writer.lasting_problems += sum(self.problems)
 
-    def _parts(self, rows: Rows, pool: Threads) -> Iterator[pa.RecordBatch]:
-        """The rows of all parts in order."""
-        parts = self._counted(chosen(self.spec, in_parts(self.source.list_columns())))
-        if self.handed is None:
-            for part in parts:
-                made, opened = rows.of(part, pool)
-                if opened:
-                    self.kept.add(self.spec, made)
-                yield made
-            return
-        waiting: deque[pa.RecordBatch | Future[Path]] = deque()
-        for part in parts:
-            waiting.append(self._submitted(part) if rows.opens(part) else rows.of(part, pool)[0])
-            while len(waiting) > self.handed.limit:
-                yield _rows_of(waiting.popleft())
-        while waiting:
-            yield _rows_of(waiting.popleft())
-
-    def _counted(self, parts: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        for part in parts:
+    def _parts(self) -> Iterator[pa.RecordBatch]:
+        """What the source lists, with its problems counted."""
+        for part in chosen(self.spec, in_parts(self.source.list_columns())):
             self.problems.append(int(np.count_nonzero(text_parts(part.column("problem"))[1])))
             yield part
-
-    def _submitted(self, part: pa.RecordBatch) -> Future[Path]:
-        assert self.handed is not None
-        path = self.kept.next()
-        listed = path.with_suffix(".listed")
-        with written(listed) as file, pa.ipc.new_file(file, part.schema) as writer:
-            writer.write_batch(part)
-        return self.handed.submit(Task(dataset=self.spec.id, listed=str(listed), rows=str(path)))
-
-
-def _rows_of(part: pa.RecordBatch | Future[Path]) -> pa.RecordBatch:
-    if isinstance(part, pa.RecordBatch):
-        return part
-    path = part.result()
-    wait_for(path)
-    return IndexFile(path).batch(0)
 
 
 def _reading_threads() -> Threads:
@@ -225,6 +202,20 @@ def _is_running(process: int) -> bool:
     except PermissionError:
         pass  # another user's
     return True
+
+
+@contextmanager
+def written(path: Path) -> Iterator[BinaryIO]:
+    """Yields a file that replaces `path` at the end, once it is on the disk."""
+    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with draft.open("wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        draft.replace(path)
+    finally:
+        draft.unlink(missing_ok=True)
 
 
 def _write_rows(path: Path, spec: DatasetSpec, rows: pa.RecordBatch) -> None:

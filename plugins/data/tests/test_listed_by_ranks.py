@@ -12,11 +12,11 @@ import pytest
 from hypothesis import example, given, settings, strategies as st
 
 from smalti.data import StoredFile, TransientStorageError
-from smalti.data.scan.ranges import listing
-from smalti.data.scan.ranges.bounds import split_keys
-from smalti.data.scan.ranges.listing import ListedByRanks, list_range
-from smalti.data.scan.tasks import Handed, Task
 from smalti.data.storage.protocol import Storage
+from smalti_data.all_ranks import listing
+from smalti_data.all_ranks.bounds import split_keys
+from smalti_data.all_ranks.listing import ListedByRanks, list_range
+from smalti_data.all_ranks.tasks import Handed, Task
 from smalti_testing import MemoryStorage
 
 

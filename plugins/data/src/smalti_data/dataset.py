@@ -8,9 +8,8 @@ from pathlib import Path
 
 import click
 
-from smalti.cli.arguments import CommandLine
-from smalti.cli.pages import dataset_report as report
-from smalti.cli.pages.help import Group
+from smalti import UserError
+from smalti.cli import CommandLine, Group
 from smalti.config import Config, DataOptions, ModelOptions, RunOptions
 from smalti.data import (
     Dataset,
@@ -24,8 +23,8 @@ from smalti.data import (
     scan_data,
     visits_at,
 )
-from smalti.errors import UserError
 from smalti.plugins import Plugins
+from smalti_data import dataset_report as report
 
 _SHOWN = 10  # broken samples per dataset, in text
 _DEFAULT_ALIGNMENT = 64

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
 
 AT_ONCE = 2
 """Parts that a rank has at once: it does one while the next is on its way."""
@@ -76,17 +72,3 @@ def wait_for(path: Path) -> None:
                 f"{path} was written by another rank, but is not visible here: is the run directory shared?"
             )
         time.sleep(0.1)
-
-
-@contextmanager
-def written(path: Path) -> Iterator[BinaryIO]:
-    """Yields a file that replaces `path` at the end, once it is on the disk."""
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with draft.open("wb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        draft.replace(path)
-    finally:
-        draft.unlink(missing_ok=True)

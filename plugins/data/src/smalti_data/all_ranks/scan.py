@@ -8,70 +8,86 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
+from typing import Literal
+
+import pyarrow as pa
 
 from smalti.config import Config
-from smalti.data.datasets.sources import MetadataSource
-from smalti.data.datasets.spec import DatasetSpec, catalog_of
-from smalti.data.from_options import Scan, dataset_specs, scan_data
-from smalti.data.scan.build import scan_part
-from smalti.data.scan.ranges.listing import list_range
-from smalti.data.scan.tasks import AT_ONCE, Handed, Task
-from smalti.data.storage.protocol import Storage
-from smalti.data.threads import Threads
+from smalti.data import (
+    Catalog,
+    Dataset,
+    DatasetSpec,
+    MetadataSource,
+    PreparedData,
+    Progress,
+    Storage,
+    Threads,
+    build_datasets,
+    catalog_of,
+    dataset_specs,
+    scan_part,
+)
 from smalti.parallel import Communicator, run_on_all_ranks
 from smalti.plugins import Plugins
+from smalti_data.all_ranks.listing import list_range
+from smalti_data.all_ranks.shared import SharedCatalog, shared_rows
+from smalti_data.all_ranks.tasks import AT_ONCE, Handed, Task, wait_for
 
 _SHORTEST_ROUND = 0.02
 _LONGEST_ROUND = 0.25
 """Seconds. Rounds become longer as long as nothing happens."""
 
 
-def scan_data_on_all_ranks(
-    config: Config,
-    plugins: Plugins,
-    alignment: int,
-    directory: Path,
-    communicator: Communicator,
-    progress: Scan,
-    *,
-    attempt: float | None = None,
+def scan_datasets(
+    config: Config, plugins: Plugins, directory: Path, communicator: Communicator, scan: Callable[..., PreparedData]
 ) -> tuple[str, ...]:
-    """Like `scan_data`, by all ranks together; returns the notices, on the main rank. *Collective*. Raises RankError."""
-    catalog = catalog_of(plugins)
+    """Scan the datasets of a run, see `smalti.ScanEntry`. *Collective*. Raises RankError."""
     notices: list[str] = []
 
     @cache
     def opened(dataset: str) -> tuple[DatasetSpec, Storage, MetadataSource]:
+        catalog = catalog_of(plugins)
         spec = next(spec for spec in dataset_specs(config, catalog) if spec.id == dataset)
         storage = catalog.open_storage(spec)
         return spec, storage, catalog.open_source(spec, storage)
 
-    def scan(handed: Handed) -> None:
-        data = scan_data(
-            config,
-            plugins,
-            alignment,
-            directory,
-            progress,
-            attempt=attempt,
-            handed=handed if communicator.world.size > 1 else None,
-        )
-        notices.extend(data.notices)
+    def scan_here(handed: Handed) -> None:
+        notices.extend(scan(build=partial(build_shared, handed)).notices)
 
     def work(task: Task) -> None:
-        spec, storage, source = opened(task.dataset)
-        if not task.listed:
-            list_range(storage, task)
-            return
-        scan_part(spec, storage, source, directory / f"{spec.file_name}.arrow", task)
+        work_on(task, *opened(task.dataset), directory)
 
-    scan_on_all_ranks(communicator, scan, work)
+    scan_on_all_ranks(communicator, scan_here, work)
     return tuple(notices)
+
+
+def build_shared(
+    handed: Handed,
+    specs: Sequence[DatasetSpec],
+    catalog: Catalog,
+    directory: Path,
+    progress: Callable[[str], Progress] | None,
+    *,
+    kind: Literal["image", "eval"] = "image",
+) -> tuple[Dataset, ...]:
+    """`smalti.data.build_datasets`, with what it hands out to other ranks."""
+    shared = SharedCatalog(storages=catalog.storages, metadata=catalog.metadata, directory=directory, handed=handed)
+    return build_datasets(specs, shared, directory, progress, kind=kind, make_rows=partial(shared_rows, handed))
+
+
+def work_on(task: Task, spec: DatasetSpec, storage: Storage, source: MetadataSource, directory: Path) -> None:
+    """Do a task, whose indexes are in `directory`."""
+    if not task.listed:
+        list_range(storage, task)
+        return
+    wait_for(Path(task.listed))
+    (part,) = pa.ipc.open_file(task.listed).read_all().combine_chunks().to_batches()
+    scan_part(spec, storage, source, directory / f"{spec.file_name}.arrow", part, Path(task.rows))
 
 
 def scan_on_all_ranks(communicator: Communicator, scan: Callable[[Handed], None], work: Callable[[Task], None]) -> None:

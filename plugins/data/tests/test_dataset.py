@@ -13,12 +13,12 @@ from click.testing import CliRunner, Result
 from PIL import Image
 
 from smalti.cli.arguments import CommandLine
-from smalti.cli.dataset import dataset
 from smalti.data import Loader, scan_data
 from smalti.diffusion import SampleNoise
 from smalti.errors import ConfigError, PreflightError
 from smalti.launch.preflight import Preparation
 from smalti.types import World
+from smalti_data.dataset import dataset
 
 
 @pytest.fixture

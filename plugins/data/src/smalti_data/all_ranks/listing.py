@@ -16,10 +16,10 @@ from pathlib import Path
 
 import pyarrow as pa
 
-from smalti.data.scan.ranges.bounds import split_keys
-from smalti.data.scan.tasks import Handed, Task, wait_for, written
-from smalti.data.storage.protocol import Storage, StoredFile
+from smalti.data import Storage, StoredFile, written
 from smalti.system import remove_tree
+from smalti_data.all_ranks.bounds import split_keys
+from smalti_data.all_ranks.tasks import Handed, Task, wait_for
 
 FIRST_ROWS = 1 << 16
 CHUNK_ROWS = 1 << 17

@@ -2,28 +2,28 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 from PIL import Image
 
-from smalti.data.all_ranks import scan_on_all_ranks
 from smalti.data.datasets.parse import DataDefaults, parse_datasets
 from smalti.data.datasets.spec import Catalog, DatasetSpec
 from smalti.data.scan import parts
-from smalti.data.scan.build import build_index, scan_part
+from smalti.data.scan.build import build_index
 from smalti.data.scan.index import DatasetIndex
-from smalti.data.scan.ranges import listing
-from smalti.data.scan.ranges.known import listed_by_ranks
-from smalti.data.scan.ranges.listing import list_range
-from smalti.data.scan.tasks import Handed, Task
 from smalti.data.storage.local import LocalStorage
 from smalti.data.storage.protocol import TransientStorageError
 from smalti.errors import ExitCode
 from smalti.parallel.collective import RankError
 from smalti.parallel.gloo import GlooCommunicator
 from smalti.types import World
+from smalti_data.all_ranks import listing
+from smalti_data.all_ranks.scan import scan_on_all_ranks, work_on
+from smalti_data.all_ranks.shared import SharedCatalog, shared_rows
+from smalti_data.all_ranks.tasks import Handed, Task
 from support.forked_ranks import forked_processes
 
 
@@ -61,14 +61,11 @@ def scan_on_two_ranks(folder: Path, cache: Path, away: str) -> tuple[int, str, i
     source = Catalog().open_source(spec, storage)
 
     def scan_all(handed: Handed) -> None:
-        listed = Catalog().open_source(spec, listed_by_ranks(spec, storage, cache, handed))
-        build_index(spec, storage, listed, cache, handed=handed)
+        listed = SharedCatalog(directory=cache.parent, handed=handed).open_source(spec, storage)
+        build_index(spec, storage, listed, cache, make_rows=partial(shared_rows, handed))
 
     def work(task: Task) -> None:
-        if task.listed:
-            scan_part(spec, storage, source, cache, task)
-        else:
-            list_range(storage, task)
+        work_on(task, spec, storage, source, cache.parent)
 
     try:
         scan_on_all_ranks(communicator, scan_all, work)

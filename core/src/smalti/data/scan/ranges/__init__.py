@@ -1,1 +1,0 @@
-"""The listing of one dataset in ranges of keys, by all ranks."""

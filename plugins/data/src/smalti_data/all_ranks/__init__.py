@@ -1,0 +1,1 @@
+"""A scan of datasets by all ranks together, where they are remote."""
