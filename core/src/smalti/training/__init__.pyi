@@ -15,12 +15,9 @@ from .failures.watchdog import LEAVE_SECONDS as LEAVE_SECONDS, Watchdog as Watch
 from .inference_export import Exported as Exported, export as export
 from .loss import DenoisingLoss as DenoisingLoss, denoising_loss as denoising_loss
 from .optim.ema import (
-    count_step as count_step,
     grouped as grouped,
     local_part as local_part,
     local_parts as local_parts,
-    sum_over_shards as sum_over_shards,
-    with_gradients as with_gradients,
 )
 from .optim.optimizers import (
     build_registered as build_registered,

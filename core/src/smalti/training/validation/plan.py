@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from smalti.config import Config, DataOptions, ModelOptions, ValidationOptions, ValidationPrompt, sizes_in
 from smalti.data import Bucket
 from smalti.errors import ConfigError, Problem, UserError, problems_in
-from smalti.models import ModelFamily, ScalesAdapter
+from smalti.models import ModelFamily
 from smalti.rundir import CONTACT_SHEET
 
 
@@ -91,7 +91,7 @@ def check_validation(config: Config, prompts: Sequence[ValidationPrompt], family
     if config[ModelOptions].model_type != "lora":
         if scaled:
             notices.append("adapter strengths of validation images have no effect unless model_type == lora")
-    elif (scaled or options.validation_base_model) and not isinstance(family, ScalesAdapter):
+    elif (scaled or options.validation_base_model) and not family.scales_adapter:
         message = f"{family.name} cannot scale its adapter in validation images"
         problems.append(Problem(message=message, fix="--validation_adapter_strength=1 --no_validation_base_model"))
     if problems:

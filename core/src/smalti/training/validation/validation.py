@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from smalti.config import ValidationOptions
 from smalti.hookspecs import HookSpecs
-from smalti.models import SampleRequest, ScalesAdapter
+from smalti.models import SampleRequest
 from smalti.plugins import notify_each
 from smalti.rundir import save_image
 from smalti.training.failures.attempts import AttemptFailed, computed, on_all_ranks
@@ -133,7 +133,7 @@ def _request(run: Run, images: Sequence[PlannedImage], *, encoded: bool = True) 
 
 def _adapter_strength(run: Run, model: nn.Module, strength: float) -> AbstractContextManager[None]:
     """Within it, the trained adapter is scaled. Does nothing in a run without an adapter."""
-    if run.adapter is None or strength == 1 or not isinstance(run.family, ScalesAdapter):
+    if run.adapter is None or strength == 1 or not run.family.scales_adapter:
         return nullcontext()
     return run.family.adapter_strength(model, strength)
 
