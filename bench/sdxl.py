@@ -24,7 +24,7 @@ from run import Result, paired, precision_of
 from sizes import sized
 from step import ROOT, ROUND, alternated, opened
 
-from smalti.models.capabilities import latents_of
+from smalti.models import latents_of
 from smalti.parallel import in_bf16
 from smalti.training.run import Run
 from smalti_diffusers.families.sdxl import Sdxl

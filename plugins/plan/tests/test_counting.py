@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from smalti.models import blocks_named, materialise
+from smalti.models import find_blocks, materialise
 from smalti.models.weights import without_weights
 from smalti_plan.counting import count_facts
 from smalti_plan.facts import ModelFacts
@@ -22,7 +22,7 @@ def facts_of(family, *, bf16):
     with without_weights():
         model = family.build_model()
     return model, count_facts(
-        family, model, blocks_named(model, family.block_classes()), width=16, height=8, bf16=bf16, kind="cpu"
+        family, model, find_blocks(model, family.block_classes()), width=16, height=8, bf16=bf16, kind="cpu"
     )
 
 

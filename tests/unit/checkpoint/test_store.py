@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from smalti.checkpoint.format.manifest import SUSPECT
-from smalti.checkpoint.format.safetensors_layout import Chunk, encode_header, read_header, stored_tensors
+from smalti.checkpoint.format.safetensors_layout import Chunk, encode_header, read_layout, stored_tensors
 from smalti.checkpoint.format.state_file import State
 from smalti.checkpoint.format.store import CheckpointStore
 from smalti.checkpoint.format.verification import verify
@@ -62,7 +62,7 @@ def test_no_bytes_make_the_header_reader_fail_in_an_unforeseen_way(data):
         file.write(data)
         file.flush()
         with contextlib.suppress(CheckpointError):
-            assert isinstance(read_header(Path(file.name)), dict)
+            assert isinstance(read_layout(Path(file.name)), dict)
 
 
 def test_what_a_file_browser_leaves_behind_is_no_damage(tmp_path):

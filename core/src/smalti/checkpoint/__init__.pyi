@@ -16,6 +16,7 @@ from .conversion.hyperparameters import hyperparameters as hyperparameters
 from .conversion.new_folder import (
     ConversionError as ConversionError,
     check_free_space as check_free_space,
+    check_new as check_new,
     make_folder as make_folder,
 )
 from .dtypes import DTYPES as DTYPES, NAMES as NAMES

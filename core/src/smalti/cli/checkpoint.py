@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING
 
 import click
 
-from smalti.checkpoint import ListedCheckpoint, Manifest, StoredTensor
+from smalti.checkpoint import ListedCheckpoint, Manifest, StoredTensor, check_new
 from smalti.cli.output import counted, format_bytes, print_table, progress_bar
 from smalti.cli.pages.help import Group
-from smalti.cli.places import LocalPlace, Place, PlaceType, check_new
+from smalti.cli.places import LocalPlace, Place, PlaceType
 from smalti.errors import CheckpointError
 from smalti.plugins import load_plugins, selection_of
 from smalti.system import parse_bytes
@@ -284,16 +284,8 @@ def _listed_as_json(each: ListedCheckpoint) -> dict[str, object]:
 
 
 def _manifest_as_json(path: str, manifest: Manifest) -> dict[str, object]:
-    return {
-        "path": path,
-        "step": manifest.step,
-        "world_size": manifest.world_size,
-        "created": manifest.created,
-        "size": manifest.size,
-        "plugins": list(manifest.plugins),
-        "config_digest": manifest.config_digest,
-        "flags": list(manifest.flags),
-    }
+    fields = {name: value for name, value in vars(manifest).items() if name != "files"}
+    return {"path": path, "size": manifest.size, **fields}
 
 
 def _groups_as_json(groups: Mapping[str, Mapping[str, StoredTensor]], tensors: bool) -> dict[str, object]:
@@ -305,9 +297,7 @@ def _groups_as_json(groups: Mapping[str, Mapping[str, StoredTensor]], tensors: b
             "size": _size(found),
         }
         if tensors:
-            summary["contents"] = {
-                name: {"dtype": t.dtype, "shape": list(t.shape), "chunks": t.chunks} for name, t in found.items()
-            }
+            summary["contents"] = {name: vars(tensor) for name, tensor in found.items()}
         described[group] = summary
     return described
 

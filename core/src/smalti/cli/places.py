@@ -18,11 +18,12 @@ from smalti.checkpoint import (
     ListedCheckpoint,
     RunPlace,
     StoredTensor,
+    check_new,
     read_manifest,
     stored_tensors,
     verify,
 )
-from smalti.errors import CheckpointError, UserError
+from smalti.errors import CheckpointError
 from smalti.plugins import is_url, load_plugins, open_run, selection_of
 
 
@@ -84,12 +85,6 @@ def opened_checkpoint(place: Place, target: Path, groups: Collection[str] | None
         check_new(target)
         with place.downloaded(target, groups) as path:
             yield path
-
-
-def check_new(target: Path) -> None:
-    """Raises UserError before a download if its result could not be written."""
-    if target.exists() or target.is_symlink():
-        raise UserError(f"{target} already exists, and nothing is overwritten", fix="choose a new folder")
 
 
 def is_checkpoint(path: Path) -> bool:

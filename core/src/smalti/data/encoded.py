@@ -20,7 +20,7 @@ from smalti.data.prepared import PreparedData
 from smalti.diffusion import Conditioning
 from smalti.errors import MissingPlugin
 from smalti.hookspecs import HookSpecs
-from smalti.models import Cacheable, ModelFamily
+from smalti.models import ModelFamily
 from smalti.parallel import Communicator
 from smalti.plugins import Plugins, create
 from smalti.rundir import Phases
@@ -114,7 +114,7 @@ def encoding_cache(config: Config, plugins: Plugins, family: ModelFamily) -> Cac
     Raises MissingPlugin if no plugin has such a cache.
     """
     options = config[DataOptions]
-    if not isinstance(family, Cacheable) or (options.vae_cache_disable and options.text_cache_disable):
+    if not family.cacheable or (options.vae_cache_disable and options.text_cache_disable):
         return None
     for entry in plugins.gather(HookSpecs.register_caches):
         if entry.encoder:

@@ -197,13 +197,11 @@ def _datasets(config: Config, plugins: Plugins) -> tuple[DatasetSpec, ...]:
 
 def _regularisation(config: Config, family: ModelFamily, datasets: Iterable[DatasetSpec]) -> None:
     """Raises ConfigError for regularisation data where there is no model without an adapter, whose prediction is its target."""
-    from smalti.models import ScalesAdapter
-
     chosen = [spec.id for spec in datasets if spec.is_regularisation_data and spec.dataset_type == "image"]
     why = ""
     if config[ModelOptions].model_type != "lora":
         why = "all weights are trained, so that model is not there any more"
-    elif not isinstance(family, ScalesAdapter):
+    elif not family.scales_adapter:
         why = f"the model family {family.name} cannot leave out its adapter"
     if chosen and why:
         message = f"is_regularisation_data trains towards the model without the adapter, and {why}"
@@ -285,7 +283,6 @@ def _model(
 def _fits(config: Config, family: ModelFamily, model: nn.Module, checkpoint: Path) -> None:
     """Raises CheckpointError if a checkpoint is not of this model, or not of this adapter."""
     from smalti.checkpoint import STATE, compare, read_state, stored_tensors
-    from smalti.models import Adaptable
     from smalti.parallel import model_tensors
     from smalti.training import check_adapter
 
@@ -294,5 +291,4 @@ def _fits(config: Config, family: ModelFamily, model: nn.Module, checkpoint: Pat
         compare("model", model_tensors(model), stored_tensors(checkpoint / "model"), trainer)
     except CheckpointError as error:
         raise CheckpointError(f"{checkpoint} cannot be used: {error.message}", fix=error.fix) from error
-    adapter = family.adapter(config[RunOptions].seed) if isinstance(family, Adaptable) else None
-    check_adapter(adapter, trainer, checkpoint)
+    check_adapter(family.adapter(config[RunOptions].seed), trainer, checkpoint)

@@ -1,32 +1,23 @@
 from .attention import attention_kernel as attention_kernel, choose_attention as choose_attention
 from .blocks import (
+    CONTAINERS as CONTAINERS,
     BlockClass as BlockClass,
     Structure as Structure,
-    blocks_named as blocks_named,
-    describe_blocks as describe_blocks,
+    count_parameters as count_parameters,
     find_blocks as find_blocks,
-    unknown_classes as unknown_classes,
-)
-from .capabilities import (
-    Adaptable as Adaptable,
-    Cacheable as Cacheable,
-    Encoding as Encoding,
-    Exporter as Exporter,
-    FormatExporter as FormatExporter,
-    KeepsRawLatents as KeepsRawLatents,
-    ScalesAdapter as ScalesAdapter,
-    family_problems as family_problems,
-    latents_of as latents_of,
-    latents_to_keep as latents_to_keep,
+    repeated_classes as repeated_classes,
 )
 from .context_parallel import Attention as Attention, ContextPlan as ContextPlan, Join as Join, Split as Split
 from .family import (
+    Encoding as Encoding,
     ModelFamily as ModelFamily,
     SampleRequest as SampleRequest,
     context_plan as context_plan,
     encode as encode,
+    latents_of as latents_of,
     native_objective as native_objective,
 )
+from .family_check import family_problems as family_problems
 from .setup import (
     choose_tf32 as choose_tf32,
     compile_blocks as compile_blocks,
@@ -49,7 +40,6 @@ from .weights import (
     FolderWeights as FolderWeights,
     PostLoadTransform as PostLoadTransform,
     SeededWeights as SeededWeights,
-    ShapeWeights as ShapeWeights,
     Weights as Weights,
     check_names as check_names,
     dry_run as dry_run,

@@ -8,9 +8,9 @@ Shapes: B batch, H heads, L tokens, D width of a head; queries, keys and values 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager, nullcontext
-from functools import wraps
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial, wraps
 from typing import Literal
 
 import torch
@@ -78,35 +78,36 @@ def choose_attention(model: nn.Module, kernel: Kernel, device: str) -> None:
     computed again is computed alike. `forward` is replaced, below all hooks: call this before the model is wrapped.
     """
     if kernel != "auto":
-        model.forward = _within(kernel, model.forward)
+        forward_within(model, partial(_explained, kernel))
     elif torch.device(device).type == "cpu":
         for module in model.modules():
             if "Attention" in type(module).__name__:
-                module.forward = _small_in_fp32(module.forward)
+                forward_within(module, SmallInFp32)
 
 
-def _small_in_fp32(forward: Callable[..., object]) -> Callable[..., object]:
+def forward_within(module: nn.Module, context: Callable[[], AbstractContextManager[object]]) -> None:
+    """Replace the module's `forward` by one that enters a new context each time."""
+    forward = module.forward
+
     @wraps(forward)
-    def chosen(*arguments: object, **named: object) -> object:
-        with SmallInFp32():
+    def within(*arguments: object, **named: object) -> object:
+        with context():
             return forward(*arguments, **named)
 
-    return chosen
+    module.forward = within
 
 
-def _within(kernel: Kernel, forward: Callable[..., object]) -> Callable[..., object]:
-    @wraps(forward)
-    def chosen(*arguments: object, **named: object) -> object:
-        try:
-            with attention_kernel(kernel):
-                return forward(*arguments, **named)
-        except RuntimeError as error:
-            if not str(error).startswith(_REFUSALS):
-                raise
-            raise UserError(
-                f"the kernel '{kernel}' cannot compute the attention of this model here: a mask, the size of its heads, the"
-                " precision or the device rules it out; torch's warnings above may say which",
-                fix="--sdpa_backend=auto, or another kernel",
-            ) from error
-
-    return chosen
+@contextmanager
+def _explained(kernel: Kernel) -> Iterator[None]:
+    """`attention_kernel`, with an error that says what to do where the kernel cannot compute something."""
+    try:
+        with attention_kernel(kernel):
+            yield
+    except RuntimeError as error:
+        if not str(error).startswith(_REFUSALS):
+            raise
+        raise UserError(
+            f"the kernel '{kernel}' cannot compute the attention of this model here: a mask, the size of its heads, the"
+            " precision or the device rules it out; torch's warnings above may say which",
+            fix="--sdpa_backend=auto, or another kernel",
+        ) from error

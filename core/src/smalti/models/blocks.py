@@ -6,11 +6,10 @@ Classes are meant by their bare names, as in the options that name them. Importi
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
-from smalti.errors import Problem, UserError, did_you_mean
 from smalti.types import Block
 
 if TYPE_CHECKING:
@@ -64,9 +63,9 @@ def find_blocks(model: nn.Module, class_names: Sequence[str] = ()) -> list[Block
     With `class_names`, every module of those classes; without, the classes that occur more than once inside `ModuleList` and
     `Sequential`. A block inside another block is not listed. The last one is marked not to reshard: backward needs it at once.
     """
-    wanted = set(class_names) or _repeated_classes(model)
+    wanted = set(class_names) or repeated_classes(model)
     found = [
-        Block(path=path, class_name=type(module).__name__, parameters=_count([module]))
+        Block(path=path, class_name=type(module).__name__, parameters=count_parameters([module]))
         for path, module in _outermost(model, wanted)
     ]
     if found:
@@ -75,77 +74,11 @@ def find_blocks(model: nn.Module, class_names: Sequence[str] = ()) -> list[Block
     return found
 
 
-def blocks_named(model: nn.Module, class_names: Sequence[str]) -> list[Block]:
-    """`find_blocks` for classes that somebody typed. Raises UserError for one that the model does not have."""
-    problems = unknown_classes(class_names, _classes_in(model))
-    if problems:
-        raise UserError("\n    ".join(problem.message for problem in problems), fix=problems[0].fix)
-    return find_blocks(model, class_names)
+CONTAINERS = frozenset(("ModuleList", "ModuleDict", "Sequential"))
+"""Classes of torch that hold parts of a model and do nothing themselves."""
 
 
-def unknown_classes(class_names: Iterable[str], known: Collection[str]) -> list[Problem]:
-    """A problem for each name that is none of the `known` classes of a model, with the nearest ones."""
-    problems = []
-    for name in class_names:
-        if name not in known:
-            fix = f"{did_you_mean(name, known, count=2)} the model is made of {', '.join(sorted(known))}".lstrip()
-            problems.append(Problem(message=f"the model has no part of a class {name!r}", fix=fix))
-    return problems
-
-
-def describe_blocks(model: nn.Module, class_names: Sequence[str] = ()) -> Structure:
-    """Count a model, whose parameters may be on the meta device; `class_names` are those that its family names, if it does."""
-    blocks = find_blocks(model, class_names)
-    chosen = [model.get_submodule(block.path) for block in blocks]
-    inner = {id(part) for block in chosen for part in block.modules() if part is not block}
-    total = _count([model])
-    listed = _repeated_classes(model) | set(class_names)
-    found: dict[str, dict[str, nn.Module]] = {}
-    for path, module in model.named_modules():
-        if path and type(module).__name__ in listed:
-            found.setdefault(type(module).__name__, {})[path] = module
-    classes = [_describe(name, parts, total, name in class_names, inner) for name, parts in found.items()]
-    buffers = {id(buffer): buffer.numel() for buffer in model.buffers()}
-    return Structure(
-        parameters=total,
-        buffers=sum(buffers.values()),
-        classes=tuple(sorted(classes, key=lambda each: (-each.parameters, each.class_name))),
-        suggested=tuple(dict.fromkeys(block.class_name for block in blocks)),
-        blocks=len(blocks),
-        largest_block=max((block.parameters for block in blocks), default=0),
-        outside=total - _count(chosen),
-        no_split_modules=tuple(cast("Iterable[str]", getattr(model, "_no_split_modules", None) or ())),
-        modules=tuple(sorted(_classes_in(model))),
-    )
-
-
-def _describe(name: str, parts: dict[str, nn.Module], total: int, named: bool, inner: set[int]) -> BlockClass:
-    sizes = [_count([part]) for part in parts.values()]
-    parameters = _count(parts.values())
-    paths = list(parts)
-    return BlockClass(
-        class_name=name,
-        occurrences=len(parts),
-        parameters=parameters,
-        share=parameters / total if total else 0.0,
-        smallest=min(sizes),
-        largest=max(sizes),
-        first=paths[0],
-        last=paths[-1],
-        named=named,
-        nested=all(id(part) in inner for part in parts.values()),
-    )
-
-
-def _classes_in(model: nn.Module) -> set[str]:
-    """The classes of all parts of the model, without the model itself and plain containers."""
-    return {type(part).__name__ for part in model.modules() if part is not model} - _CONTAINERS
-
-
-_CONTAINERS = {"ModuleList", "ModuleDict", "Sequential"}
-
-
-def _repeated_classes(model: nn.Module) -> set[str]:
+def repeated_classes(model: nn.Module) -> set[str]:
     """Classes of which some container holds at least two, apart from plain layers and containers."""
     from torch import nn
 
@@ -154,7 +87,7 @@ def _repeated_classes(model: nn.Module) -> set[str]:
         if isinstance(module, nn.ModuleList | nn.Sequential):
             counts = Counter(type(child).__name__ for child in module if next(child.children(), None) is not None)
             found |= {name for name, count in counts.items() if count > 1}
-    return found - _CONTAINERS
+    return found - CONTAINERS
 
 
 def _outermost(module: nn.Module, wanted: set[str], prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
@@ -166,6 +99,6 @@ def _outermost(module: nn.Module, wanted: set[str], prefix: str = "") -> Iterato
             yield from _outermost(child, wanted, path)
 
 
-def _count(modules: Iterable[nn.Module]) -> int:
+def count_parameters(modules: Iterable[nn.Module]) -> int:
     """The parameters that these modules hold together."""
     return sum({parameter: parameter.numel() for module in modules for parameter in module.parameters()}.values())

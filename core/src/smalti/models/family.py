@@ -7,8 +7,10 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +32,12 @@ from smalti.models.size_conditioning import SizeConditioning
 from smalti.models.weights import SeededWeights, Weights
 from smalti.types import FrozenStorage
 
+if TYPE_CHECKING:
+    from smalti.checkpoint import ExportFolder, ExportRequest
+
+Encoding = Literal["latents", "texts"]
+"""What the two kinds of encoders make: latents of images, conditioning of texts."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class SampleRequest:
@@ -39,7 +47,7 @@ class SampleRequest:
     sampler (`smalti.diffusion.Sampler`) and builds no other.
 
     `conditioning` is that of the prompts and `unconditional` that of as many negative prompts, where they were encoded before
-    training; both are None for families that are not `Cacheable`.
+    training; both are None for families that are not `cacheable`.
 
     `negative_prompts` are as many as `prompts`; () for empty ones. `guidance_rescale` is the share of a guided prediction that
     is rescaled to the standard deviation of the prediction for the prompt (Lin et al. 2023, section 3.4); 0 is none.
@@ -62,11 +70,11 @@ class ModelFamily:
     """One architecture with its conditioning, from prompt and image to prediction and back. Inherit from it.
 
     `name`, `build_model`, `encode_captions` and `forward` are required. The other defaults are those of a model that works on
-    pixels, starts from random weights and has no parts beside the trained model. Attributes are set on the class, or in
-    `__init__` where they depend on the configuration. LoRA, encoding before training and export are optional protocols.
+    pixels, starts from random weights and has no parts beside the trained model: it trains all weights, encodes in every step
+    and has no export. Attributes are set on the class, or in `__init__` where they depend on the configuration.
 
-    A public name of a subclass that is nearly a name of this class or of an optional protocol is taken for a misspelling and
-    refused; names that begin with an underscore are free.
+    A public name of a subclass that is nearly a name of this class is taken for a misspelling and refused; names that begin
+    with an underscore are free.
     """
 
     name: str
@@ -157,6 +165,43 @@ class ModelFamily:
         """
         return {}
 
+    # --- encoding before training -----------------------------------------------------------------------------------
+
+    @property
+    def cacheable(self) -> bool:
+        """Whether latents and conditioning can be encoded before training and stored: `encoder_identity` is written.
+
+        Then encoders need not be in memory while the model trains, and `encode_images` and `encode_captions` are not called.
+        """
+        return type(self).encoder_identity is not ModelFamily.encoder_identity
+
+    def encoder_identity(self, kind: Encoding) -> dict[str, object]:
+        """All that decides what this kind of encoder makes of an image or a text, JSON-able. By default nothing is stored.
+
+        Digests of weights and vocabularies, settings, types; no paths. Where it differs, nothing that was stored is used. Must
+        not load the encoder. Write `release_encoder` too.
+        """
+        raise NotImplementedError
+
+    def release_encoder(self, kind: Encoding) -> None:
+        """Free the memory of this kind of encoder. `sample` works as before: the request has the conditioning.
+
+        What decodes latents may stay in host memory, and is on the accelerator only while images are sampled.
+        """
+        raise NotImplementedError
+
+    def raw_latents(self, pixels: Tensor) -> Tensor:
+        """(B, 3, H, W) in [-1, 1] -> what is stored of them (B, ...). By default the latents that the model wants.
+
+        An autoencoder in bf16 returns 16 bits; shifted and scaled they are fp32. To store its own output, write this method and
+        `normalise_latents`, and let `encode_images` call one after the other.
+        """
+        return self.encode_images(pixels)
+
+    def normalise_latents(self, raw: Tensor) -> Tensor:
+        """Raw latents -> what `encode_images` returns, to the bit, on the device of `raw`. By default the same."""
+        return raw
+
     # --- sampling ---------------------------------------------------------------------------------------------------
 
     def sample(self, model: nn.Module, request: SampleRequest) -> Tensor:
@@ -205,6 +250,65 @@ class ModelFamily:
     def sampling_settings(self, request: SampleRequest) -> Mapping[str, str | float]:
         """Settings that `sample` uses in place of those of the request, by name, such as "guidance". Saved with images."""
         return {}
+
+    # --- adapters ---------------------------------------------------------------------------------------------------
+
+    @property
+    def adaptable(self) -> bool:
+        """Whether the family can train an adapter: `adapter` is written."""
+        return type(self).adapter is not ModelFamily.adapter
+
+    @property
+    def scales_adapter(self) -> bool:
+        """Whether its adapter can be made weaker or stronger while images are sampled: `adapter_strength` is written."""
+        return type(self).adapter_strength is not ModelFamily.adapter_strength
+
+    def lora_targets(self) -> tuple[str, ...]:
+        """Name endings of the modules that an adapter attaches to by default."""
+        return ()
+
+    def adapter(self, seed: int) -> dict[str, object] | None:
+        """A description of the adapter, JSON-able; None, the default, when the run trains all weights.
+
+        With an adapter, everything else in the model is frozen and comes from `weights` each time; checkpoints hold what
+        trains. The description goes into them, and a run resumes only from those with the same one: include whatever changes
+        the meaning of the trained tensors and does not show in their names and shapes, such as a scale and a digest of what is
+        frozen. A value is None where it is not known, in a dry run without weights. Write `lora_targets` too.
+        """
+        return None
+
+    def adapter_strength(self, model: nn.Module, strength: float) -> AbstractContextManager[None]:
+        """Within it, what the trained adapter adds is multiplied by `strength`; 0 gives the model without the adapter.
+
+        `model` is that of `build_model`, spread over ranks or not. Afterwards it is as before. Must not be collective. Called
+        only where `scales_adapter` is true.
+        """
+        raise NotImplementedError
+
+    # --- export -----------------------------------------------------------------------------------------------------
+
+    def check_export(self, request: ExportRequest) -> None:
+        """Raises UserError for a request that this run cannot be exported with. Called before anything is written.
+
+        By default for all but the format that `export` writes if nothing else is asked for.
+        """
+        if type(self).export is ModelFamily.export:
+            raise UserError(
+                f"the family {self.name} has no export of its own",
+                fix="`smalti checkpoint convert --format=safetensors` writes the plain tensors",
+            )
+        if request.format is not None or request.merge or request.single_file:
+            raise UserError(
+                f"the family {self.name} exports one format only", fix="leave --format, --merge and --single_file out"
+            )
+
+    def export(self, folder: ExportFolder) -> None:
+        """Write what inference loads into `folder`: the trained tensors, as it yields them, and everything around them.
+
+        It does what `folder.request` says. Runs on machines without accelerators; the complete model need never be in memory.
+        By default a trained model cannot be exported.
+        """
+        raise NotImplementedError
 
     # --- sizes and costs --------------------------------------------------------------------------------------------
 
@@ -268,6 +372,14 @@ def encode(
 ) -> Conditioning:
     """All conditioning of samples, whose images are `width` x `height` pixels."""
     return family.encode_captions(captions) | family.encode_size_conditioning(sizes, width, height)
+
+
+def latents_of(family: ModelFamily, pixels: Tensor | None, kept: Tensor | None) -> Tensor:
+    """The latents of a batch, from its pixels or from what was stored of them."""
+    if kept is not None:
+        return family.normalise_latents(kept)
+    assert pixels is not None, "a batch has pixels or latents"
+    return family.encode_images(pixels)
 
 
 def context_plan(family: ModelFamily, model: nn.Module, *, split_over: int = 1) -> ContextPlan:

@@ -14,13 +14,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import wraps
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from smalti.config import Config, LaunchOptions
 from smalti.errors import UserError
+from smalti.models.attention import forward_within
 from smalti.models.family import ModelFamily
 from smalti.parallel import in_bf16, products
 from smalti.types import Block
@@ -96,16 +97,7 @@ def choose_tf32(model: nn.Module, allowed: bool | None) -> None:
     `forward` is replaced, below all hooks: call this before the model is wrapped.
     """
     if allowed is not None:
-        model.forward = _within(allowed, model.forward)
-
-
-def _within(allowed: bool, forward: Callable[..., object]) -> Callable[..., object]:
-    @wraps(forward)
-    def chosen(*arguments: object, **named: object) -> object:
-        with products_in_tf32(allowed):
-            return forward(*arguments, **named)
-
-    return chosen
+        forward_within(model, partial(products_in_tf32, allowed))
 
 
 def wants_channels_last(chosen: bool | None, family: ModelFamily, device: str) -> bool:

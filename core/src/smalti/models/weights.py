@@ -81,19 +81,6 @@ def is_dry_run(*, missing: bool = False) -> bool:
     return _dry_run == "all" or (missing and _dry_run == "missing")
 
 
-class ShapeWeights:
-    """`Weights` with the shapes and types of a model, and any values: for dry runs."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._like = {**dict(model.named_parameters(remove_duplicate=False)), **model.state_dict()}
-
-    def names(self) -> Iterator[str]:
-        return iter(self._like)
-
-    def get(self, name: str) -> Tensor:
-        return torch.empty(self._like[name].shape, dtype=self._like[name].dtype)
-
-
 class SeededWeights:
     """`Weights` as a model's own constructor makes them under a seed; the model is built when the first is asked for."""
 

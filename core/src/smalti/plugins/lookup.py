@@ -54,7 +54,7 @@ def find_family(config: Config, plugins: Plugins) -> ModelFamily:
     entry = family_entry(config, plugins)
     created = create(entry, entry.factory, config)
 
-    from smalti.models import Adaptable, family_problems
+    from smalti.models import family_problems
 
     if problems := family_problems(created):
         raise BrokenPlugin(
@@ -62,7 +62,7 @@ def find_family(config: Config, plugins: Plugins) -> ModelFamily:
             fix=f"inherit from smalti.models.ModelFamily and see docs/protocols.md; {entry.origin.workaround}",
         )
     family = cast("ModelFamily", created)
-    if config[ModelOptions].model_type == "lora" and not isinstance(family, Adaptable):
+    if config[ModelOptions].model_type == "lora" and not family.adaptable:
         raise UserError(f"the model family {family.name} does not support LoRA", fix="--model_type=full")
     return family
 

@@ -22,12 +22,9 @@ from .inference_export import Exported as Exported, export as export
 from .loss import DenoisingLoss as DenoisingLoss, denoising_loss as denoising_loss
 from .metrics import broadcast_running_stats as broadcast_running_stats, log_metrics as log_metrics
 from .optim.ema import (
-    count_step as count_step,
     grouped as grouped,
     local_part as local_part,
     local_parts as local_parts,
-    sum_over_shards as sum_over_shards,
-    with_gradients as with_gradients,
 )
 from .optim.optimizers import (
     build_registered as build_registered,

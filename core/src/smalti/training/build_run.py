@@ -40,7 +40,6 @@ from smalti.data import (
 from smalti.errors import BrokenPlugin, UserError
 from smalti.hookspecs import HookSpecs
 from smalti.models import (
-    Adaptable,
     ModelFamily,
     Weights,
     choose_attention,
@@ -190,7 +189,7 @@ def assemble(
     device, seed = parallel.world.device, config[RunOptions].seed
     bare, blocks = build_model(config, plugins, family, device)
     context.state.max_steps = total_steps(config, data)
-    adapter = family.adapter(seed) if isinstance(family, Adaptable) else None
+    adapter = family.adapter(seed)
     # A sharded model calls itself by another class; and an adapter's tensors are not those of such a model.
     model_config = config_of(bare) if adapter is None else ""
     (parameters, trainable), decayed = parameter_counts(bare), matrices(bare)

@@ -20,11 +20,12 @@ from smalti.checkpoint import (
     TrainedWeights,
     Usage,
     check_free_space,
+    check_new,
     make_folder,
 )
 from smalti.config import Config, DataOptions, restore
 from smalti.errors import CheckpointError, UserError
-from smalti.models import Exporter, FormatExporter, ModelFamily, without_weights
+from smalti.models import ModelFamily, without_weights
 from smalti.parallel import model_tensors
 from smalti.plugins import Plugins, find_family, schema_of
 from smalti.rundir import RunDirectory
@@ -70,11 +71,11 @@ def export(
     of the pipeline with the other parts of the model. `known_as` is the name under which tools load the export; None is the
     path. All bytes of the checkpoint are checked first. Raises UserError, and nothing is left.
     """
-    _check_new(target)
+    check_new(target)
     run = _run_of(source)
     config = _config_of(run, plugins, pretrained_model_name_or_path=pretrained, base_pipeline=base_pipeline)
     family = find_family(config, plugins)
-    exporter = _exporter(family, request)
+    family.check_export(request)
     path = _checkpoint_of(source, run, step, report)
     checkpoint = OwnCheckpoint(path, verified=True)
     averaged = _averaged(checkpoint, averaged, report)
@@ -87,7 +88,7 @@ def export(
         check_free_space(folder, trained.tensors.values())
         adapter = cast(Mapping[str, object] | None, checkpoint.contents.trainer.get("adapter"))
         made = ExportFolder(folder, trained, adapter, progress, name=target.name, request=request)
-        exporter.export(made)
+        family.export(made)
         usages.extend(_filled(each, known_as or str(target), config) for each in made.usages)
         _describe(made, run, config, family.name, checkpoint.contents.step, averaged, usages)
         return made.finish()
@@ -107,11 +108,6 @@ def export(
         files=tuple(sorted(records)),
         usages=tuple(usages),
     )
-
-
-def _check_new(target: Path) -> None:
-    if target.exists() or target.is_symlink():
-        raise UserError(f"{target} already exists, and nothing is overwritten", fix="choose a new folder")
 
 
 def _describe(
@@ -141,22 +137,6 @@ def _filled(usage: Usage, target: str, config: Config) -> Usage:
     prompts = (*given, config[DataOptions].instance_prompt or "a photo")
     text = usage.text.replace("{path}", target).replace("{prompt}", json.dumps(prompts[0], ensure_ascii=False))
     return replace(usage, text=text)
-
-
-def _exporter(family: ModelFamily, request: ExportRequest) -> Exporter:
-    """The family, which exports what is requested. Raises UserError if it does not."""
-    if not isinstance(family, Exporter):
-        raise UserError(
-            f"the family {family.name} has no export of its own",
-            fix="`smalti checkpoint convert --format=safetensors` writes the plain tensors",
-        )
-    if isinstance(family, FormatExporter):
-        family.check_export(request)
-    elif request.format is not None or request.merge or request.single_file:
-        raise UserError(
-            f"the family {family.name} exports one format only", fix="leave --format, --merge and --single_file out"
-        )
-    return family
 
 
 def _run_of(source: Path) -> RunDirectory:

@@ -27,7 +27,7 @@ from smalti.diffusion import (
     build_timesteps,
     build_weighting,
 )
-from smalti.models import ModelFamily, ScalesAdapter, latents_of
+from smalti.models import ModelFamily, latents_of
 from smalti.parallel import Parallel, to_device
 
 
@@ -153,5 +153,5 @@ def denoising_loss(
         noise=SampleNoise(config[RunOptions].seed, device),
         dropout=config[DataOptions].caption_dropout_probability,
         unconditional=unconditional,
-        without_adapter=partial(family.adapter_strength, strength=0.0) if isinstance(family, ScalesAdapter) else None,
+        without_adapter=partial(family.adapter_strength, strength=0.0) if family.scales_adapter else None,
     )

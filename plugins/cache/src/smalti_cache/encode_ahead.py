@@ -14,7 +14,7 @@ import torch
 from smalti import Config, PreflightError
 from smalti.config import DataOptions
 from smalti.data import Catalog, Encoded, PreparedData
-from smalti.models import Cacheable, ModelFamily
+from smalti.models import ModelFamily
 from smalti.parallel import Communicator, RankError
 from smalti.rundir import Phases
 from smalti_cache.embedding_cache import CachedLatents, CachedTexts
@@ -24,7 +24,7 @@ from smalti_cache.places import CacheFolders, cache_folders, check_places
 
 @dataclass(frozen=True, kw_only=True)
 class AheadEncoder:
-    """Encodes what the options ask for, for a family that is `Cacheable`."""
+    """Encodes what the options ask for, for a family that is `cacheable`."""
 
     config: Config
     family: ModelFamily
@@ -52,7 +52,6 @@ class AheadEncoder:
         more unusable images than the error budget allows.
         """
         family, folders = self.family, self.folders
-        assert isinstance(family, Cacheable)
         options, world = self.config[DataOptions], communicator.world
         work = Encoder(family=family, communicator=communicator, folders=folders, batch=options.train_batch_size, phases=phases)
         every = [data] if data.held_out is None else [data, data.held_out]

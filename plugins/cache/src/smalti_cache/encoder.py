@@ -37,7 +37,7 @@ from smalti.data import (
     Threads,
     normalised,
 )
-from smalti.models import Cacheable, Encoding, KeepsRawLatents, ModelFamily, latents_to_keep
+from smalti.models import Encoding, ModelFamily
 from smalti.parallel import Communicator, run_on_all_ranks
 from smalti.rundir import Phases
 from smalti.system import preemption_as_exception
@@ -108,9 +108,8 @@ class Encoder:
         return [stores[place.id] for place in places]
 
     def _identity(self, kind: Encoding) -> str:
-        assert isinstance(self.family, Cacheable)
         identity = {"kind": kind, "family": self.family.name, **self.family.encoder_identity(kind)}
-        if kind == "latents" and isinstance(self.family, KeepsRawLatents):
+        if kind == "latents" and type(self.family).raw_latents is not ModelFamily.raw_latents:
             identity["normalised"] = False  # older caches of the family hold normalised latents
         return json.dumps(identity, sort_keys=True)
 
@@ -184,7 +183,7 @@ class Encoder:
         good = [one for one in batch if not isinstance(one, BadSampleError)]
         if good:
             pixels = torch.from_numpy(np.stack(_padded([image for _, image, _ in good], self.batch)))
-            made = latents_to_keep(self.family, normalised(pixels.to(self.world.device))).cpu()
+            made = self.family.raw_latents(normalised(pixels.to(self.world.device))).cpu()
             for row, (one, _, offset) in enumerate(good):
                 pending[latents.store(one.sample)].add({one.key: latents.entry(made[row], offset)})
         return len(batch)

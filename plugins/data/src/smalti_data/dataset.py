@@ -176,10 +176,9 @@ def _texts_are_cached(config: Config, plugins: Plugins) -> bool:
     """Whether a run encodes captions before it trains, so that it picks one of a few variants of each."""
     if config[DataOptions].text_cache_disable or config[ModelOptions].model_family is None:
         return not config[DataOptions].text_cache_disable
-    from smalti.models import Cacheable
     from smalti.plugins import find_family
 
-    return isinstance(find_family(config, plugins), Cacheable)
+    return find_family(config, plugins).cacheable
 
 
 def _show(found: report.Json | str) -> None:

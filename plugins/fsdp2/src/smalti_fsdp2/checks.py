@@ -106,7 +106,7 @@ def _classes(config: Config) -> list[Problem]:
     names = named_classes(config)
     if not names:
         return []
-    from smalti.models import unknown_classes
+    from smalti_fsdp2.blocks import unknown_classes
     from smalti_fsdp2.detection import FLAG, detected
 
     known = detected(config)
@@ -128,7 +128,7 @@ def check_model(config: Config, model: nn.Module) -> None:
 
     A launch that the Accelerate YAML plans for CUDA devices is checked where it starts, not by a dry run elsewhere.
     """
-    from smalti.models import blocks_named
+    from smalti_fsdp2.blocks import blocks_named
 
     if named := named_classes(config):
         blocks_named(model, named)

@@ -11,7 +11,8 @@ import click
 from smalti import Config, UserError
 from smalti.cli import Command, CommandLine, counted, format_bytes, print_table
 from smalti.config import Schema
-from smalti.models import BlockClass, Structure, unknown_classes
+from smalti.models import BlockClass, Structure
+from smalti_fsdp2.blocks import unknown_classes
 from smalti_fsdp2.detection import FLAG, Detection, detect
 from smalti_fsdp2.options import FsdpOptions
 

@@ -103,7 +103,7 @@ class Fsdp:
     def detect_blocks(self, model: nn.Module, config: Config) -> list[Block] | None:
         if not (names := named_classes(config)):
             return None
-        from smalti.models import blocks_named
+        from smalti_fsdp2.blocks import blocks_named
 
         return blocks_named(model, names)
 

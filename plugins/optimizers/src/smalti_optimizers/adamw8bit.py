@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from smalti.training import count_step, local_part, with_gradients
+from smalti.training import local_part
+from smalti_optimizers.steps import count_step, with_gradients
 
 _BLOCK = range(256, 15, -1)
 """Lengths of a block, the best first."""

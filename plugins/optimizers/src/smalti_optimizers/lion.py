@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from smalti.training import count_step, grouped, local_parts, with_gradients
+from smalti.training import grouped, local_parts
+from smalti_optimizers.steps import count_step, with_gradients
 
 
 class Lion(torch.optim.Optimizer):

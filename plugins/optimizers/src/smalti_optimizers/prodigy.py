@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from smalti.training import local_part, sum_over_shards, with_gradients
+from smalti.training import local_part
+from smalti_optimizers.steps import sum_over_shards, with_gradients
 
 _FIRST = 1e-6
 """The first estimate."""

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from smalti import RankInfo, UserError
-from smalti.models import Adaptable
 from smalti.parallel import ALLOCATOR_VARIABLES
 from smalti.training import Run
 from smalti_plan.memory_use import MemoryUse, amounts, out_of_memory_message, remedies
@@ -89,9 +88,7 @@ def _with_state(use: MemoryUse, run: Run) -> MemoryUse:
         ema=size(run.ema.storage) if run.ema is not None else 0,
         replicated=run.parallel.local_communicator() is not None,
         recomputes=_can_recompute(model),
-        options={
-            name: value for name, value in use.options.items() if name != "model_type" or isinstance(run.family, Adaptable)
-        },
+        options={name: value for name, value in use.options.items() if name != "model_type" or run.family.adaptable},
     )
 
 

@@ -18,12 +18,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from smalti.diffusion import STEPS, Conditioning, Objective, Prediction, RectifiedFlow
 from smalti.models import (
-    Adaptable,
-    Cacheable,
     Encoding,
-    KeepsRawLatents,
     ModelFamily,
-    ScalesAdapter,
     family_problems,
     native_objective,
 )
@@ -322,13 +318,13 @@ def it_samples_with_the_objective_that_is_trained(subject: FamilySubject) -> Non
 
 @FAMILY.check
 def an_image_is_sampled_from_what_was_encoded_before(subject: FamilySubject) -> None:
-    """`Cacheable`, for families that are: text encoders are gone while the model trains, and `sample` does without them.
+    """For families that are `cacheable`: text encoders are gone while the model trains, and `sample` does without them.
 
     Sample from `conditioning` and `unconditional` of the request where they are given. What decodes latents may be moved back
     to the device for as long as that takes.
     """
     family = subject.family
-    if not isinstance(family, Cacheable):
+    if not family.cacheable:
         return
     for kind in get_args(Encoding):
         first, second = (json.dumps(family.encoder_identity(kind), sort_keys=True) for _ in range(2))
@@ -347,13 +343,11 @@ def an_image_is_sampled_from_what_was_encoded_before(subject: FamilySubject) -> 
 
 @FAMILY.check
 def stored_latents_become_those_of_every_step(subject: FamilySubject) -> None:
-    """`KeepsRawLatents`, for families that do: a run trains the same whether images were encoded before it or in each step.
+    """A run trains the same whether images were encoded before it or in each step.
 
     Let `encode_images` call `raw_latents` and then `normalise_latents`; shift and scale belong in the latter, in fp32.
     """
     family = subject.family
-    if not isinstance(family, KeepsRawLatents):
-        return
     with torch.no_grad():
         latents = family.normalise_latents(family.raw_latents(subject.pixels))
     expect(torch.equal(latents, subject.latents), "normalise_latents(raw_latents(pixels)) is not encode_images(pixels)")
@@ -370,19 +364,18 @@ def its_blocks_and_adapter_targets_are_in_the_model(subject: FamilySubject) -> N
     classes = {type(module).__name__ for module in modules.values()}
     missing = [name for name in subject.family.block_classes() if name not in classes]
     expect(not missing, f"no module is of the class {', '.join(missing)}")
-    targets = subject.family.lora_targets() if isinstance(subject.family, Adaptable) else ()
-    lost = [target for target in targets if not any(name.endswith(target) for name in modules)]
+    lost = [target for target in subject.family.lora_targets() if not any(name.endswith(target) for name in modules)]
     expect(not lost, f"no module's name ends in {', '.join(lost)}")
 
 
 @FAMILY.check
 def its_adapter_can_be_weaker(subject: FamilySubject) -> None:
-    """`ScalesAdapter`, for families that have it and train an adapter: validation images with another strength, or without it.
+    """For families that have `adapter_strength` and train an adapter: validation images with another strength, or without it.
 
     Multiply what the adapter adds, for as long as the context lasts, and leave its weights alone.
     """
     family = subject.family
-    if not isinstance(family, ScalesAdapter) or not isinstance(family, Adaptable) or family.adapter(0) is None:
+    if not family.scales_adapter or family.adapter(0) is None:
         return
     model = subject.model()
 

@@ -35,12 +35,6 @@ CHAPTERS = (
             "smalti.models:Weights",
         ),
         optional=(
-            "smalti.models:Cacheable",
-            "smalti.models:KeepsRawLatents",
-            "smalti.models:Adaptable",
-            "smalti.models:ScalesAdapter",
-            "smalti.models:Exporter",
-            "smalti.models:FormatExporter",
             "smalti.models:PostLoadTransform",
             "smalti.diffusion:Shift",
         ),

@@ -8,7 +8,12 @@ from dataclasses import dataclass
 from smalti import Config, ConfigError, Problem, UserError, problems_in
 from smalti.config import DataOptions, ModelOptions
 from smalti.data import Bucket
-from smalti.models import ModelFamily, ScalesAdapter
+<<<<<<< HEAD:plugins/validation/src/smalti_validation/plan.py
+from smalti.models import ModelFamily
+=======
+from smalti.errors import ConfigError, Problem, UserError, problems_in
+from smalti.models import ModelFamily
+>>>>>>> ckpt:core/src/smalti/training/validation/plan.py
 from smalti.rundir import CONTACT_SHEET
 from smalti_validation.options import ValidationOptions, sizes_in
 from smalti_validation.prompts import ValidationPrompt
@@ -93,7 +98,7 @@ def check_validation(config: Config, prompts: Sequence[ValidationPrompt], family
     if config[ModelOptions].model_type != "lora":
         if scaled:
             notices.append("adapter strengths of validation images have no effect unless model_type == lora")
-    elif (scaled or options.validation_base_model) and not isinstance(family, ScalesAdapter):
+    elif (scaled or options.validation_base_model) and not family.scales_adapter:
         message = f"{family.name} cannot scale its adapter in validation images"
         problems.append(Problem(message=message, fix="--validation_adapter_strength=1 --no_validation_base_model"))
     if problems:

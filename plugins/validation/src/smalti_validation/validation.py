@@ -11,8 +11,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+<<<<<<< HEAD:plugins/validation/src/smalti_validation/validation.py
 from smalti import HookSpecs, ValidationImage, ValidationResult
-from smalti.models import SampleRequest, ScalesAdapter
+from smalti.models import SampleRequest
+=======
+from smalti.config import ValidationOptions
+from smalti.hookspecs import HookSpecs
+from smalti.models import SampleRequest
+>>>>>>> ckpt:core/src/smalti/training/validation/validation.py
 from smalti.plugins import notify_each
 from smalti.rundir import save_image
 from smalti.training import Run, computed, on_all_ranks
@@ -101,7 +107,7 @@ def sampling_request(run: Run, images: Sequence[PlannedImage], *, encoded: bool 
 
 def _adapter_strength(run: Run, model: nn.Module, strength: float) -> AbstractContextManager[None]:
     """Within it, the trained adapter is scaled. Does nothing in a run without an adapter."""
-    if run.adapter is None or strength == 1 or not isinstance(run.family, ScalesAdapter):
+    if run.adapter is None or strength == 1 or not run.family.scales_adapter:
         return nullcontext()
     return run.family.adapter_strength(model, strength)
 

@@ -22,7 +22,7 @@ from smalti.checkpoint.conversion.new_folder import check_free_space
 from smalti.checkpoint.dtypes import DTYPES, NAMES
 from smalti.checkpoint.format.full_weights import write_weights
 from smalti.checkpoint.format.manifest import FileRecord
-from smalti.checkpoint.format.safetensors_layout import Chunk, StoredTensor, encode_header
+from smalti.checkpoint.format.safetensors_layout import ITEM_SIZES, StoredTensor, encode_header
 from smalti.checkpoint.format.verification import matches, write_with_digest
 from smalti.checkpoint.planning import memory
 from smalti.errors import UserError
@@ -149,19 +149,11 @@ class ExportFolder:
 
     def write_computed(self, name: str, tensors: Mapping[str, Computed], notes: Mapping[str, str]) -> None:
         """Write a safetensors file of tensors that are computed one at a time; `notes` are its metadata."""
-        check_free_space(self._place(name).parent, self._stored(tensors).values())
+        stored = self._stored(tensors)
+        check_free_space(self._place(name).parent, stored.values())
         # Wide elements first, so that every tensor starts at a multiple of its element size.
-        order = sorted(tensors, key=lambda key: -self._dtype_of(tensors[key]).itemsize)
-        chunks = [
-            (
-                key,
-                Chunk(
-                    dtype=NAMES[self._dtype_of(tensors[key])], shape=tensors[key].shape, offsets=(0,) * len(tensors[key].shape)
-                ),
-            )
-            for key in order
-        ]
-        header = encode_header(chunks, plain=True, notes=notes)
+        order = sorted(tensors, key=lambda key: -ITEM_SIZES[stored[key].dtype])
+        header = encode_header([(key, stored[key].whole) for key in order], plain=True, notes=notes)
         read = self._computing(tensors)
         self.records[name] = write_with_digest(
             self._place(name), chain([header], (block for key in order for block in read(key)))

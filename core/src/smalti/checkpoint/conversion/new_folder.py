@@ -18,6 +18,12 @@ class ConversionError(UserError):
     exit_code = ExitCode.FAILED
 
 
+def check_new(target: Path) -> None:
+    """Raises UserError if there is something at `target`: before work whose result could not be written."""
+    if target.exists() or target.is_symlink():
+        raise UserError(f"{target} already exists, and nothing is overwritten", fix="choose a new folder")
+
+
 def make_folder(target: Path, write: Callable[[Path], dict[str, FileRecord]]) -> dict[str, FileRecord]:
     """Let `write` fill a hidden folder, and rename it to the target; removes it if that fails."""
     target.parent.mkdir(parents=True, exist_ok=True)

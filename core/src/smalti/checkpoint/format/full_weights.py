@@ -16,7 +16,7 @@ from itertools import chain
 from pathlib import Path
 
 from smalti.checkpoint.format.manifest import WEIGHTS, FileRecord
-from smalti.checkpoint.format.safetensors_layout import Chunk, StoredTensor, encode_header, split
+from smalti.checkpoint.format.safetensors_layout import StoredTensor, encode_header, split
 from smalti.checkpoint.format.safetensors_reader import TensorFiles
 from smalti.checkpoint.format.verification import write_with_digest
 from smalti.system import Block, files
@@ -55,7 +55,7 @@ def write_weights(
     `config` becomes config.json; None if the model has none.
     """
     stem = _stem(config)
-    chunks = {name: Chunk(dtype=t.dtype, shape=t.shape, offsets=(0,) * len(t.shape)) for name, t in tensors.items()}
+    chunks = {name: tensor.whole for name, tensor in tensors.items()}
     parts = split(chunks, largest_file) or [[]]
     records: dict[str, FileRecord] = {}
     places: dict[str, str] = {}

@@ -15,6 +15,7 @@ import struct
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from smalti.errors import CheckpointError
 from smalti.system import parse_json
@@ -27,6 +28,7 @@ ITEM_SIZES: Mapping[str, int] = {
 }  # fmt: skip
 """Bytes per element of every type that a checkpoint may hold, by its name in the format."""
 
+F = TypeVar("F")
 _METADATA = "__metadata__"
 _SHARDING = "DCP_SHARDING_INFO"
 _LARGEST_HEADER = 32 * 2**20
@@ -63,6 +65,11 @@ class StoredTensor:
         """Bytes."""
         return self.elements * ITEM_SIZES[self.dtype]
 
+    @property
+    def whole(self) -> Chunk:
+        """All of it as one chunk."""
+        return Chunk(dtype=self.dtype, shape=self.shape, offsets=(0,) * len(self.shape))
+
 
 def encode_header(chunks: Sequence[tuple[str, Chunk]], *, plain: bool = False, notes: Mapping[str, str] | None = None) -> bytes:
     """Returns the header of a file with these named chunks, in this order.
@@ -97,11 +104,6 @@ def split(chunks: Mapping[str, Chunk], limit: int) -> list[list[str]]:
         parts[-1].append(name)
         available -= chunks[name].size
     return parts
-
-
-def read_header(path: Path) -> dict[str, Chunk]:
-    """Returns the chunks in a file by tensor name: `read_layout` without the positions."""
-    return {name: chunk for name, (chunk, _) in read_layout(path).items()}
 
 
 def read_layout(path: Path) -> dict[str, tuple[Chunk, int]]:
@@ -149,15 +151,22 @@ def stored_tensors(directory: Path) -> dict[str, StoredTensor]:
 
 def assemble_tensors(files: Iterable[str], layout: Callable[[str], Mapping[str, tuple[Chunk, int]]]) -> dict[str, StoredTensor]:
     """As `stored_tensors`, of the tensors in some files, each of which has a `layout` like that of `read_layout`."""
-    chunks: dict[str, list[Chunk]] = {}
+    return {name: join(name, [chunk for _, chunk, _ in found]) for name, found in chunk_places(files, layout).items()}
+
+
+def chunk_places(
+    files: Iterable[F], layout: Callable[[F], Mapping[str, tuple[Chunk, int]]]
+) -> dict[str, list[tuple[F, Chunk, int]]]:
+    """The chunks of each tensor with the file of each and where it starts there, sorted by name."""
+    places: dict[str, list[tuple[F, Chunk, int]]] = {}
     for file in files:
         try:
             found = layout(file)
         except CheckpointError as error:
             raise CheckpointError(f"{file} {error.message}") from error
-        for name, (chunk, _) in found.items():
-            chunks.setdefault(name, []).append(chunk)
-    return {name: join(name, found) for name, found in sorted(chunks.items())}
+        for name, (chunk, position) in found.items():
+            places.setdefault(name, []).append((file, chunk, position))
+    return dict(sorted(places.items()))
 
 
 def join(name: str, chunks: Sequence[Chunk]) -> StoredTensor:

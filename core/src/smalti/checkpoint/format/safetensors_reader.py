@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from smalti.checkpoint.format.safetensors_layout import ITEM_SIZES, Chunk, StoredTensor, join, read_layout
+from smalti.checkpoint.format.safetensors_layout import ITEM_SIZES, Chunk, StoredTensor, chunk_places, join, read_layout
 from smalti.errors import CheckpointError
 
 
@@ -24,16 +24,9 @@ class TensorFiles:
     """
 
     def __init__(self, paths: Iterable[Path]) -> None:
-        self._places: dict[str, list[tuple[Path, Chunk, int]]] = {}
-        for path in paths:
-            try:
-                layout = read_layout(path)
-            except CheckpointError as error:
-                raise CheckpointError(f"{path} {error.message}") from error
-            for name, (chunk, position) in layout.items():
-                self._places.setdefault(name, []).append((path, chunk, position))
+        self._places = chunk_places(paths, read_layout)
         self.tensors: Mapping[str, StoredTensor] = {
-            name: join(name, [chunk for _, chunk, _ in places]) for name, places in sorted(self._places.items())
+            name: join(name, [chunk for _, chunk, _ in places]) for name, places in self._places.items()
         }
 
     def read(self, name: str) -> memoryview:

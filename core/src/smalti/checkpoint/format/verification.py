@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import os
 import stat
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +18,7 @@ from blake3 import blake3
 
 from smalti.checkpoint.format.content_validation import find_non_finite, inconsistencies, why_not_resumable
 from smalti.checkpoint.format.manifest import ALGORITHMS, GROUPS, MANIFEST, STATE, FileRecord, Manifest, read_manifest
-from smalti.checkpoint.format.safetensors_layout import read_header
+from smalti.checkpoint.format.safetensors_layout import read_layout
 from smalti.errors import CheckpointError
 from smalti.system import files, note_progress, parse_json
 
@@ -92,35 +92,35 @@ def verify(checkpoint: Path, *, rank: int = 0, ranks: int = 1, to_resume: bool =
     With several `ranks` each reads every byte of its share of the files, several files at a time; together they read all.
     Never writes. Problems are returned, not raised.
     """
-    try:
-        manifest = read_manifest(checkpoint)
-    except CheckpointError as error:
-        return Verification(path=checkpoint, manifest=None, problems=(error.message,))
-    problems = _listing_problems(checkpoint, manifest)
-    share = {name: record for name, record in _share(manifest.files, rank, ranks) if name not in problems}
-    with ThreadPoolExecutor(max_workers=min(_THREADS, os.cpu_count() or 1)) as pool:
-        found = pool.map(lambda name: _content_problem(checkpoint / name, name, share[name], to_resume), share)
-        problems |= {name: problem for name, problem in zip(share, found, strict=True) if problem}
-    if not problems and rank == 0:
-        problems |= inconsistencies(checkpoint, manifest)
-        if not problems and to_resume and (reason := why_not_resumable(checkpoint)):
-            problems[STATE] = reason.removeprefix(f"{STATE} ")
-    return Verification(path=checkpoint, manifest=manifest, problems=_sentences(checkpoint, manifest, problems))
+    return _verified(checkpoint, lambda files: _share(files, rank, ranks), consistent=rank == 0, to_resume=to_resume)
 
 
 def quick_check(checkpoint: Path) -> Verification:
     """Like `verify` with `to_resume`, but without reading tensors, so it is fast."""
+    return _verified(checkpoint, lambda files: [(STATE, files[STATE])], consistent=True, to_resume=True)
+
+
+def _verified(
+    checkpoint: Path,
+    share_of: Callable[[Mapping[str, FileRecord]], list[tuple[str, FileRecord]]],
+    *,
+    consistent: bool,
+    to_resume: bool,
+) -> Verification:
+    """Reads the files that `share_of` chooses of all; `consistent` asks for what no single file can tell."""
     try:
         manifest = read_manifest(checkpoint)
     except CheckpointError as error:
         return Verification(path=checkpoint, manifest=None, problems=(error.message,))
     problems = _listing_problems(checkpoint, manifest)
-    if not problems and (problem := _content_problem(checkpoint / STATE, STATE, manifest.files[STATE], to_resume=True)):
-        problems[STATE] = problem
-    if not problems and (reason := why_not_resumable(checkpoint)):
-        problems[STATE] = reason.removeprefix(f"{STATE} ")
-    if not problems:
+    share = {name: record for name, record in share_of(manifest.files) if name not in problems}
+    with ThreadPoolExecutor(max_workers=min(_THREADS, os.cpu_count() or 1)) as pool:
+        found = pool.map(lambda name: _content_problem(checkpoint / name, name, share[name], to_resume), share)
+        problems |= {name: problem for name, problem in zip(share, found, strict=True) if problem}
+    if not problems and consistent:
         problems |= inconsistencies(checkpoint, manifest)
+        if not problems and to_resume and (reason := why_not_resumable(checkpoint)):
+            problems[STATE] = reason.removeprefix(f"{STATE} ")
     return Verification(path=checkpoint, manifest=manifest, problems=_sentences(checkpoint, manifest, problems))
 
 
@@ -196,7 +196,7 @@ def _content_problem(path: Path, name: str, record: FileRecord, to_resume: bool)
         if name.endswith(".json"):
             parse_json(path.read_bytes())
         else:
-            read_header(path)
+            read_layout(path)
             if to_resume and name.partition("/")[0] in GROUPS and (tensor := find_non_finite(path)):
                 return f"has numbers that are not finite, in {tensor}"
     except CheckpointError as error:

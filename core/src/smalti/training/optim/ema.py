@@ -1,6 +1,6 @@
 """The exponential moving average of the weights, kept in fp32 beside them.
 
-Also what it and optimizers need of sharded parameters: this rank's parts, sums over all parts, pieces of bounded memory.
+Also what it and optimizers need of sharded parameters: this rank's parts, and pieces of bounded memory.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, nullcontext
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -31,21 +30,6 @@ def local_parts(tensors: Sequence[Tensor]) -> list[Tensor]:
     return [local_part(tensor) for tensor in tensors]
 
 
-def with_gradients(group: dict[str, object]) -> list[Tensor]:
-    """The parameters of a group that have a gradient in this step."""
-    parameters: list[Tensor] = group["params"]  # type: ignore[assignment]
-    return [parameter for parameter in parameters if parameter.grad is not None]
-
-
-def sum_over_shards(values: Tensor, parameter: Tensor) -> Tensor:
-    """Sums of this rank's parts, (n,), as sums of the parameters, which are sharded like `parameter`. *Collective*."""
-    if isinstance(parameter, DTensor):
-        for number, placement in enumerate(parameter.placements):
-            if placement.is_shard():
-                dist.all_reduce(values, group=parameter.device_mesh.get_group(number))
-    return values
-
-
 def grouped(sizes: Sequence[int]) -> Iterator[list[int]]:
     """Indices of neighbours, of these sizes in bytes, that fit into one piece together; or of one that is larger."""
     group: list[int] = []
@@ -58,14 +42,6 @@ def grouped(sizes: Sequence[int]) -> Iterator[list[int]]:
         taken += size
     if group:
         yield group
-
-
-def count_step(state: dict[str, Tensor]) -> int:
-    """Count a step in `state["step"]`, a scalar in host memory; returns the number of steps with this one."""
-    if "step" not in state:
-        state["step"] = torch.tensor(0.0)
-    state["step"] += 1
-    return int(state["step"])
 
 
 class Ema:

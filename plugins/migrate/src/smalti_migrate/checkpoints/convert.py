@@ -29,6 +29,7 @@ from smalti.checkpoint import (
     State,
     StoredTensor,
     check_free_space,
+    check_new,
     encode_header,
     make_folder,
     matches,
@@ -79,8 +80,7 @@ def convert(
     unknown format, a checkpoint that is damaged or has no weights, a target that already exists, a full disk.
     """
     kind = detect_format(source, formats)
-    if target.exists() or target.is_symlink():
-        raise UserError(f"{target} already exists, and nothing is overwritten", fix="choose a new folder")
+    check_new(target)
     with opened(source, kind) as opened_source:
         contents = opened_source.contents
         tensors = _select(source, contents, to, use_ema)

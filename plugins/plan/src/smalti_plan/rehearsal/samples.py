@@ -14,7 +14,7 @@ from smalti import World
 from smalti.config import Config, DataOptions, TrainingOptions
 from smalti.data import Batch, Bucket, BucketCount, BucketSamples, CachedTexts, MicroBatch, Order, Part, PreparedData
 from smalti.diffusion import Conditioning
-from smalti.models import Cacheable, ModelFamily, SizeConditioning, latents_to_keep
+from smalti.models import ModelFamily, SizeConditioning
 
 CAPTION = "a photograph of a street at night, " * 200
 """Longer than any encoder reads."""
@@ -93,8 +93,8 @@ class Samples:
 
 def encoded_latents(family: ModelFamily, bucket: Bucket, batch: int, device: str) -> Tensor | None:
     """One row of what the cache of latents would hold, in host memory; None for a family that has no such cache."""
-    if not isinstance(family, Cacheable):
+    if not family.cacheable:
         return None
     pixels = torch.zeros(batch, 3, bucket.height, bucket.width, device=device)
     with torch.no_grad():
-        return latents_to_keep(family, pixels)[:1].to("cpu")
+        return family.raw_latents(pixels)[:1].to("cpu")

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
 from smalti import Checkpoint, DistributedPlan, RunState, UserError
@@ -20,7 +20,7 @@ from smalti.config import (
     TrainingOptions,
 )
 from smalti.data import Bucket, Encoded, Loader
-from smalti.models import Cacheable, ModelFamily, ShapeWeights, Weights, without_weights
+from smalti.models import ModelFamily, Weights, without_weights
 from smalti.parallel import Communicator, FailureDetector, GlooCommunicator, Parallel, ProcessGroupParallel, named_state
 from smalti.plugins import Plugins
 from smalti.rundir import Ownership
@@ -32,6 +32,19 @@ from smalti_plan.rehearsal.samples import CAPTION, ExampleTexts, Samples, encode
 
 _ALIGNMENT = 64
 """Of tensors in the memory that a save is copied to."""
+
+
+class ShapeWeights:
+    """`Weights` with the shapes and types of a model, and any values."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._like = {**dict(model.named_parameters(remove_duplicate=False)), **model.state_dict()}
+
+    def names(self) -> Iterator[str]:
+        return iter(self._like)
+
+    def get(self, name: str) -> Tensor:
+        return torch.empty(self._like[name].shape, dtype=self._like[name].dtype)
 
 
 @dataclass(kw_only=True)
@@ -65,17 +78,17 @@ class Stage:
         """Encode as much ahead as the run would, and keep encoders where it would."""
         family, options = self.family, self.config[DataOptions]
         family.to(self.device)
-        texts, latents, cached = None, None, isinstance(family, Cacheable)
+        texts, latents, cached = None, None, family.cacheable
         if cached and not options.text_cache_disable:
             self._encode("encode texts", lambda size: family.encode_captions([CAPTION] * size))
-            cast(Cacheable, family).release_encoder("texts")
+            family.release_encoder("texts")
         if cached and not options.text_cache_disable:
             texts = ExampleTexts({name: row.to("cpu") for name, row in self._example().items()})
         if cached and not options.vae_cache_disable:
             latents = self._encode("encode images", lambda size: encoded_latents(family, self.bucket, size, self.device))
             if latents is None:
                 latents = torch.empty(1, *family.latent_shape(self.bucket.width, self.bucket.height))
-            cast(Cacheable, family).release_encoder("latents")
+            family.release_encoder("latents")
         world = self.parallel.world
         self.samples = Samples(config=self.config, bucket=self.bucket, world=world, latents=latents, texts=texts)
 

@@ -1,0 +1,31 @@
+"""What a step of an optimizer needs of its parameters, which may be sharded, and of their state."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+
+def with_gradients(group: dict[str, object]) -> list[Tensor]:
+    """The parameters of a group that have a gradient in this step."""
+    parameters: list[Tensor] = group["params"]  # type: ignore[assignment]
+    return [parameter for parameter in parameters if parameter.grad is not None]
+
+
+def sum_over_shards(values: Tensor, parameter: Tensor) -> Tensor:
+    """Sums of this rank's parts, (n,), as sums of the parameters, which are sharded like `parameter`. *Collective*."""
+    if isinstance(parameter, DTensor):
+        for number, placement in enumerate(parameter.placements):
+            if placement.is_shard():
+                dist.all_reduce(values, group=parameter.device_mesh.get_group(number))
+    return values
+
+
+def count_step(state: dict[str, Tensor]) -> int:
+    """Count a step in `state["step"]`, a scalar in host memory; returns the number of steps with this one."""
+    if "step" not in state:
+        state["step"] = torch.tensor(0.0)
+    state["step"] += 1
+    return int(state["step"])
