@@ -1,5 +1,6 @@
 """What is declared in one place and shown in others agrees everywhere."""
 
+import ast
 import json
 import re
 import shlex
@@ -226,6 +227,35 @@ def test_the_table_of_packages_says_what_each_of_them_adds():
 def test_a_package_with_a_strategy_has_its_distributed_type(package):
     types = [key for key in package.accelerate if key.isupper()]
     assert bool(types) == bool(package.strategy) == ("configure_distributed" in PluginSubject(package.plugin).info.hooks)
+
+
+NAMED = {
+    "cli/checkpoint.py": {"base_pipeline"},
+    "config/accelerate_yaml.py": {"deepspeed_config"},  # a section of Accelerate's own
+    "config/other_trainers.py": {"cache_dir"},  # a key of datasets, here and in the next two
+    "data/datasets/parse.py": {"cache_dir"},
+    "data/datasets/spec.py": {"cache_dir"},
+    "data/datasets/simpletuner.py": {"compress_disk_cache"},
+    "models/family.py": {"context_parallel_comm_strategy", "context_parallel_size"},
+    "models/weight_files.py": {"variant"},
+    "training/model_card.py": {"base_model_precision", "lora_alpha", "lora_rank"},
+}
+"""Options of packages that texts in the code of the core name. Nothing is added here."""
+
+
+def test_the_core_names_no_other_option_of_a_package(root):
+    base = root / "core" / "src" / "smalti"
+    options = {name for package in PACKAGES for name in package.options}
+    words = re.compile(rf"--(?:no_)?({'|'.join(options)})\b|\b({'|'.join(name for name in options if '_' in name)})\b")
+    found = {}
+    for path in base.rglob("*.py"):
+        tree = ast.parse(path.read_text())
+        docstrings = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+        texts = [node for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)]
+        named = (match for node in texts if id(node) not in docstrings for match in words.finditer(node.value))
+        if names := {match[1] or match[2] for match in named}:
+            found[path.relative_to(base).as_posix()] = names
+    assert found == NAMED
 
 
 def test_every_built_in_plugin_is_loaded(root):

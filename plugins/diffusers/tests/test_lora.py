@@ -197,7 +197,10 @@ def test_an_adapter_of_other_layers_goes_on_only_where_they_are_named(base, trai
     code, output = train(tmp_path / "run", **options, lora_targets=FORMER_TARGETS, max_train_steps=1)
     assert code == 0, output
     code, output = train(tmp_path / "run", **options, lora_targets="", max_train_steps=2)
-    assert (code, "fix: set --lora_rank and --lora_targets as in the run that saved it" in output) == (8, True), output
+    assert (code, "fix: set the options of the adapter (smalti train --help lora) as in the run that saved it" in output) == (
+        8,
+        True,
+    ), output
     code, output = train(tmp_path / "run", **options, lora_targets=FORMER_TARGETS, max_train_steps=2)
     assert (code, "at step 1" in output) == (0, True), output
 

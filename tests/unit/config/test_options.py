@@ -28,14 +28,14 @@ SAMPLE = Schema((OptionGroup(name="sample", title="Sample", options=Sample),))
 
 def parsed(*words: str) -> dict[str, object]:
     problems: list[Problem] = []
-    found = parse_flags(words, SAMPLE, problems)
+    found = parse_flags(words, SAMPLE, problems, [])
     assert not problems, problems
     return {name: SAMPLE.options[name].check(given.value) for name, given in found.items()}
 
 
 def complaints(*words: str) -> str:
     problems: list[Problem] = []
-    parse_flags(words, SAMPLE, problems)
+    parse_flags(words, SAMPLE, problems, [])
     return "\n".join(map(str, problems))
 
 

@@ -178,7 +178,9 @@ def compare(
     )
     problems = [f"{len(found)} {what} ({_some(found)})" for what, found in categories if found]
     if problems:
-        shaped_by = "--lora_rank and --lora_targets" if trainer.get("adapter") else "the options of the model"
+        shaped_by = (
+            "the options of the adapter (smalti train --help lora)" if trainer.get("adapter") else "the options of the model"
+        )
         raise CheckpointError(
             f"it does not fit this run; of the {group} tensors, {'; '.join(problems)}",
             fix=f"set {shaped_by} as in the run that saved it, or start a new run in another --output_dir",

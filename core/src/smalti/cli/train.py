@@ -22,7 +22,7 @@ from smalti.system import Stopped, Terminated, ignore_write_errors, importing, p
 _WIDEST = 100
 _FLAGS = (
     ("--help", "Show the options that most runs need."),
-    ("--help TOPIC", "Show a section, an option, or all options with a word in their names: lora, lora_rank, ema."),
+    ("--help TOPIC", "Show a section, an option, or all options with a word in their names: lora, ema_decay, ema."),
     ("--help-all", "Show every option."),
     ("--config=FILE", "Same as CONFIG."),
     ("--dry-run", "Check everything and show what would be launched."),

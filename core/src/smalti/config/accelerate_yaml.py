@@ -8,12 +8,11 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from difflib import get_close_matches
 from pathlib import Path
 
 from smalti.config.known_packages import package_of_accelerate
 from smalti.config.options import Given, Option, Schema, Translation
-from smalti.errors import Problem
+from smalti.errors import Problem, did_you_mean
 
 KEYS = frozenset(
     (
@@ -125,8 +124,8 @@ def problems_of(values: Mapping[str, object], schema: Schema, path: Path) -> Ite
         problem = package.problem(f"{key} needs {package.distribution}", str(path))
         yield replace(problem, fix=f"{problem.fix}, {leave}")
     for key in _unknown(values, schema):
-        if near := _near(key):
-            yield Problem(message=f"unknown key {key}", where=str(path), fix=f"did you mean {near}?")
+        if hint := _hint(key):
+            yield Problem(message=f"unknown key {key}", where=str(path), fix=hint)
 
 
 def _unknown(values: Mapping[str, object], schema: Schema) -> list[str]:
@@ -134,9 +133,9 @@ def _unknown(values: Mapping[str, object], schema: Schema) -> list[str]:
     return [str(key) for key in values if key not in KEYS | _covered(schema)]
 
 
-def _near(key: str) -> str:
-    """The key of Accelerate that was meant; "" if none is alike."""
-    return next(iter(get_close_matches(key, KEYS, n=1, cutoff=0.85)), "")
+def _hint(key: str) -> str:
+    """The question whether a key of Accelerate was meant; "" if none is alike."""
+    return did_you_mean(key, KEYS, cutoff=0.85)
 
 
 def _covered(schema: Schema) -> set[str]:
@@ -153,7 +152,7 @@ def notices_of(values: Mapping[str, object], schema: Schema, path: Path) -> Iter
         if str(key).removeprefix("dynamo_") not in ("backend", "mode") and value:
             yield f"{key} in {path} has no effect: smalti compiles block by block, with dynamo_backend and dynamo_mode"
     for key in _unknown(values, schema):
-        if not _near(key):
+        if not _hint(key):
             yield f"{key} in {path} has no effect: Accelerate has no such key, and refuses a file that has it"
     if values.get("mpirun_config"):
         yield f"mpirun_config in {path} has no effect: ranks on CPUs are started by torch's own launcher"

@@ -21,9 +21,7 @@ _READABLE = "other users can read secrets on the command line"
 _SECRET = "give it in the environment, as SMALTI_{}, or as {{env:NAME}} in a file"
 
 
-def parse_flags(
-    arguments: Sequence[str], schema: Schema, problems: list[Problem], notices: list[str] | None = None
-) -> dict[str, Given]:
+def parse_flags(arguments: Sequence[str], schema: Schema, problems: list[Problem], notices: list[str]) -> dict[str, Given]:
     """The options that these arguments give. Problems are appended to `problems`.
 
     The last occurrence of a flag wins, except for lists, which grow.
@@ -61,7 +59,7 @@ def _translated(
     others: dict[str, object],
     schema: Schema,
     problems: list[Problem],
-    notices: list[str] | None,
+    notices: list[str],
 ) -> dict[str, Given]:
     """The flags that are options here, with those of another trainer among the others. What is left is unknown."""
     translated = schema.dialect.translate(others | {each.spelling: each.value for each in found.values()}, schema)

@@ -36,9 +36,7 @@ def variable(name: str) -> str:
     return PREFIX + name.upper()
 
 
-def environment_layer(
-    schema: Schema, environment: Mapping[str, str], problems: list[Problem], notices: list[str] | None = None
-) -> Layer:
+def environment_layer(schema: Schema, environment: Mapping[str, str], problems: list[Problem], notices: list[str]) -> Layer:
     """Variables that are empty count as not set."""
     layer: dict[str, Given] = {}
     given = {
@@ -60,9 +58,7 @@ def environment_layer(
     return layer
 
 
-def file_layer(
-    schema: Schema, content: Mapping[str, object], file: str, problems: list[Problem], notices: list[str] | None = None
-) -> Layer:
+def file_layer(schema: Schema, content: Mapping[str, object], file: str, problems: list[Problem], notices: list[str]) -> Layer:
     """The values of a configuration file. null and empty texts mean "not given", except for texts that may be empty."""
     layer: dict[str, Given] = {}
     unknown_keys: list[Problem] = []
@@ -110,15 +106,14 @@ def put_translated(
     schema: Schema,
     source: str,
     problems: list[Problem],
-    notices: list[str] | None,
+    notices: list[str],
 ) -> None:
     """Add what options of another trainer mean here to a layer, with their notices and problems."""
     for name, (key, value) in found.values.items():
         if value is not None:
             _put(layer, schema.options[name], Given(value=value, spelling=name, place=f"{key} in {source}"), problems)
     problems += [replace(problem, where=source) for problem in found.problems]
-    if notices is not None:
-        notices += [f"{key} in {source}: {text}" for key, text in found.notices]
+    notices += [f"{key} in {source}: {text}" for key, text in found.notices]
 
 
 def with_variables(layer: Layer, environment: Mapping[str, str], problems: list[Problem]) -> Layer:

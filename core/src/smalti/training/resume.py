@@ -117,6 +117,6 @@ def check_adapter(mine: Mapping[str, object] | None, trainer: Mapping[str, objec
     if (adapter and {**adapter, **unknown}) != mine:
         raise CheckpointError(
             f"{source} holds another adapter than this run trains: {adapter} there, {mine} here",
-            fix="give the same --pretrained_model_name_or_path, --lora_alpha and --assistant_lora, "
+            fix="give the same --pretrained_model_name_or_path and options of the adapter (smalti train --help lora), "
             "or start a new run in a new --output_dir",
         )

@@ -130,7 +130,7 @@ _INTRODUCTION = """\
 # Options
 
 For everyone who looks up an option: all options of `smalti train`, with those of the official plugins. In a terminal,
-`smalti train --help lora` shows a section and `smalti train --help lora_rank` one option. `smalti config explain KEY` shows
+`smalti train --help lora` shows a section and `smalti train --help ema_decay` one option. `smalti config explain KEY` shows
 the value in your run and its source. This page is generated: `smalti config reference > docs/configuration.md`.
 
 ## How to give options

@@ -42,7 +42,7 @@ def is_retired(spelling: str) -> bool:
     return _name(spelling) in RETIRED
 
 
-def report_retired(spelling: str, value: object, where: str, problems: list[Problem], notices: list[str] | None) -> None:
+def report_retired(spelling: str, value: object, where: str, problems: list[Problem], notices: list[str]) -> None:
     """Report a value of a retired option that is not used; nothing for the value that is always used."""
     row = RETIRED[_name(spelling)]
     if value is None or value == "" or _plain(value) == _plain(row.value):
@@ -51,7 +51,7 @@ def report_retired(spelling: str, value: object, where: str, problems: list[Prob
     message = f"{spelling}={value}: there is no such option any more{always}"
     if not row.trains_the_same:
         problems.append(Problem(message=message, where=where, fix=row.instead))
-    elif notices is not None:
+    else:
         notices.append(f"{where}: {message}; {row.instead}")
 
 
