@@ -8,12 +8,7 @@ from dataclasses import dataclass
 from smalti import Config, ConfigError, Problem, UserError, problems_in
 from smalti.config import DataOptions, ModelOptions
 from smalti.data import Bucket
-<<<<<<< HEAD:plugins/validation/src/smalti_validation/plan.py
 from smalti.models import ModelFamily
-=======
-from smalti.errors import ConfigError, Problem, UserError, problems_in
-from smalti.models import ModelFamily
->>>>>>> ckpt:core/src/smalti/training/validation/plan.py
 from smalti.rundir import CONTACT_SHEET
 from smalti_validation.options import ValidationOptions, sizes_in
 from smalti_validation.prompts import ValidationPrompt

@@ -11,14 +11,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-<<<<<<< HEAD:plugins/validation/src/smalti_validation/validation.py
 from smalti import HookSpecs, ValidationImage, ValidationResult
 from smalti.models import SampleRequest
-=======
-from smalti.config import ValidationOptions
-from smalti.hookspecs import HookSpecs
-from smalti.models import SampleRequest
->>>>>>> ckpt:core/src/smalti/training/validation/validation.py
 from smalti.plugins import notify_each
 from smalti.rundir import save_image
 from smalti.training import Run, computed, on_all_ranks
