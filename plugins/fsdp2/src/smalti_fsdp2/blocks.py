@@ -8,8 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 from typing import TYPE_CHECKING, cast
 
-from smalti import Block
-from smalti.errors import Problem, UserError, did_you_mean
+from smalti import Block, Problem, UserError, did_you_mean
 from smalti.models import CONTAINERS, BlockClass, Structure, count_parameters, find_blocks, repeated_classes
 
 if TYPE_CHECKING:
