@@ -110,4 +110,3 @@ from .storage.protocol import (
     checked_key as checked_key,
 )
 from .threads import Threads as Threads
-from .visits import Visit as Visit, visits_at as visits_at

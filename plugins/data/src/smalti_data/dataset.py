@@ -21,10 +21,10 @@ from smalti.data import (
     dataset_specs,
     scan_buckets,
     scan_data,
-    visits_at,
 )
 from smalti.plugins import Plugins
 from smalti_data import dataset_report as report
+from smalti_data.visits import visits_at
 
 _SHOWN = 10  # broken samples per dataset, in text
 _DEFAULT_ALIGNMENT = 64

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from fractions import Fraction
 
-from smalti.data import BatchShape, BucketCount, Dataset, PreparedData, Traffic, Visit
+from smalti.data import BatchShape, BucketCount, Dataset, PreparedData, Traffic
+from smalti_data.visits import Visit
 
 Json = dict[str, object]
 _BAR = 24  # characters of the longest bar

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from smalti.data.prepared import PreparedData
+from smalti.data import PreparedData
 from smalti.system import derive_seed, uniform_single
 
 
