@@ -11,8 +11,10 @@ from typing import Any
 from smalti.rundir import KINDS, Summary
 from smalti_webui.runs.gpus import Gpu
 from smalti_webui.runs.history import History, Segment
+from smalti_webui.runs.images import Sample
 
 _BINS = 240
+_IMAGES = 6
 _EMPTY = ""
 
 
@@ -43,6 +45,8 @@ class Overview:
     messages: list[dict[str, Any]]
     answer: dict[str, Any] | None
     memory: dict[str, Any] | None
+    images: list[Sample]
+    has_loss: bool
 
 
 def overview_of(history: History, gpus: Sequence[Gpu], summary: Summary, now: float | None = None) -> Overview:
@@ -80,6 +84,8 @@ def overview_of(history: History, gpus: Sequence[Gpu], summary: Summary, now: fl
         messages=list(history.messages)[::-1][:8],
         answer=history.answer,
         memory=history.memory,
+        images=history.images[:_IMAGES],
+        has_loss="loss" in history.series,
     )
 
 
