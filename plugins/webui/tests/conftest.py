@@ -169,7 +169,7 @@ class Runs:
         for step in range(1, steps + 1):
             write("step", step=step, loss=1 / step, max_steps=total, epoch=0, **_STEP)
             if step in samples:
-                self._sample(directory, writer, step, prompts)
+                self.sample(directory, writer, step, prompts)
             if step in checkpoints:
                 folder = directory.checkpoints / f"step-{step:08d}"
                 folder.mkdir(parents=True)
@@ -184,7 +184,7 @@ class Runs:
         return directory
 
     @staticmethod
-    def _sample(directory: RunDirectory, writer: RunWriter, step: int, prompts: tuple[str, ...]) -> None:
+    def sample(directory: RunDirectory, writer: RunWriter, step: int, prompts: tuple[str, ...]) -> None:
         images = []
         for number, prompt in enumerate(prompts):
             path = directory.samples_at(step) / f"{number}.png"

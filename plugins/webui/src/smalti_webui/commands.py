@@ -8,7 +8,7 @@ import click
 
 from smalti.cli import Command
 
-_FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
+_FOLDER = click.Path(file_okay=False, path_type=Path)
 
 
 @click.command(
@@ -23,8 +23,8 @@ _FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
 def ui(roots: tuple[Path, ...], host: str, port: int, opens: bool, as_json: bool) -> int:
     """The web page: configure, plan, launch, watch and compare runs.
 
-    Runs are searched below each ROOT, by default the current folder. Files elsewhere are not shown. The printed link works
-    once and for one browser. Ctrl-C ends the page, and no run.
+    Runs are searched below each ROOT, by default the current folder; a ROOT may be made later. Files elsewhere are not shown.
+    The printed link works once and for one browser. Ctrl-C ends the page, and no run.
     """
     from smalti_webui.server.serve import serve
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import stat
 from collections.abc import Callable
 from pathlib import Path
 
@@ -98,3 +99,12 @@ def test_the_oldest_thumbnails_make_room(tmp_path: Path) -> None:
     thumbnails.trim(newest.stat().st_size)
 
     assert [entry.name for entry in thumbnails.files()] == [newest.name]
+
+
+def test_thumbnails_are_readable_for_their_user_only(make_run: MakeRun, tmp_path: Path) -> None:
+    image = make_run().samples / "00000010" / "0.png"
+    folder = tmp_path / "thumbnails"
+    folder.mkdir(mode=0o755)  # as older versions made it
+    made = Thumbnails(folder).of(image, 160)
+
+    assert [stat.S_IMODE(path.stat().st_mode) for path in (folder, made)] == [0o700, 0o600]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import time
 from collections.abc import Callable
@@ -78,6 +79,15 @@ def test_images_are_filtered_by_their_captions_and_names(client: TestClient, dat
     assert shown("show=missing") == ["b.png"]
     assert shown("search=BRO") == ["broken.png"]
     assert shown("at=99") == ["a.png", "b.png", "broken.png"]
+
+
+def test_an_image_whose_name_is_not_utf_8_is_shown_with_the_reason(client: TestClient, dataset: str, photos: Path) -> None:
+    Path(os.fsdecode(os.fsencode(photos) + b"/bad\xff.png")).write_bytes((photos / "a.png").read_bytes())
+    answer = client.get(dataset)
+    assert answer.status_code == 200
+    assert "the name is not UTF-8; rename the file" in answer.text
+    assert "a.png" in answer.text
+    assert "bad%" not in re.findall(r'src="([^"]*)"', answer.text)
 
 
 def test_a_caption_is_saved_and_undone(client: TestClient, dataset: str, photos: Path) -> None:

@@ -20,6 +20,8 @@ TOY = (
     "--log_interval=10",
 )
 
+PARTS = {"curve": "figure.chart", "numbers": "#numbers-title", "phases": "#phases-title"}
+
 
 @pytest.fixture
 def shell(root: Path, tmp_path: Path) -> Iterator[RunDirectory]:
@@ -96,6 +98,29 @@ def grown(page: Any) -> None:
     page.wait_for_selector("figure.chart[data-last]", timeout=60_000)
     before = page.evaluate("() => Number(document.querySelector('figure.chart').dataset.last)")
     page.wait_for_function(f"() => Number(document.querySelector('figure.chart')?.dataset.last) > {before}", timeout=60_000)
+
+
+def test_the_overview_draws_the_loss_and_shows_new_images_as_they_come(make_run: Any, page: Any) -> None:
+    from playwright.sync_api import expect
+
+    run = make_run("alpha", steps=20, max_steps=50, samples=(10,), condition="running")
+    record = run.record()
+    page.goto(f"/runs/{record.id}")
+    curve, images = page.locator("figure.chart"), page.locator(".newest img")
+    expect(curve).to_have_attribute("data-last", "20", timeout=20_000)
+    expect(images).to_have_count(2)
+    assert images.first.evaluate("image => image.decode().then(() => image.naturalWidth)") == 64
+    top = {name: page.locator(place).bounding_box()["y"] for name, place in PARTS.items()}
+    assert sorted(top, key=lambda name: top[name]) == ["curve", "numbers", "phases"]
+    writer = make_run.writers["alpha"]
+    writer.events.append("step", step=21, max_steps=50, loss=0.04, samples=4)
+    make_run.sample(run, writer, 21, ("a dog",))
+    expect(curve).to_have_attribute("data-last", "21", timeout=20_000)
+    expect(page.locator(".newest")).to_contain_text("step 21")
+    expect(images).to_have_count(1)
+    page.set_viewport_size({"width": 390, "height": 800})
+    assert page.evaluate("document.documentElement.scrollWidth") == 390
+    writer.close()
 
 
 def test_the_table_is_updated_without_losing_focus_and_selection(make_run: Any, page: Any) -> None:

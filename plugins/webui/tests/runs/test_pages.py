@@ -134,3 +134,43 @@ def test_the_output_of_a_launch_by_the_page_is_shown(make_run: Any, client: Test
         store.log(request.id).write_text(text)
     assert client.get(f"{address}/console").text == "step 7 <b>"
     assert "Console output" in client.get(address).text
+
+
+ODD_EVENTS = (
+    *({"type": kind} for kind in ("control_ack", "memory", "health", "error", "warning", "sample", "checkpoint", "eval")),
+    *({"type": kind, "message": "\ud800", "error": "\udcff"} for kind in ("error", "warning", "health", "control_ack")),
+    *({"type": kind, "message": ["a"], "fault": {}, "device": 7, "uuid": []} for kind in ("health", "memory", "error")),
+    {"type": "control_ack", "kind": None, "accepted": "yes", "message": 3},
+    {"type": "memory", "measured": "x", "least": None, "most": [], "device": "\ud800"},
+    {"type": "phase", "phase": "\ud800", "done": "x", "total": "y"},
+    {"type": "state", "state": "running", "family": "\ud800", "parameters": [], "effective_batch": {}},
+    {"type": "sample", "images": [{"path": "samples/1/\udcff.png", "prompt": "\ud800"}, {"path": "/etc/x.png"}, 3]},
+    {"type": "warning", "message": "late", "t": 1e300},
+)
+
+
+def test_events_with_missing_or_odd_fields_break_no_page(make_run: Any, client: TestClient) -> None:
+    for number, event in enumerate(ODD_EVENTS):
+        run = make_run(f"odd-{number}", condition="running")
+        with run.events_file.open("a") as file:
+            file.write(json.dumps({"t": 1e9, "step": 3, **event}) + "\n")
+    broken = [address for address in ("/runs", "/datasets") if client.get(address).status_code != 200]
+    for number, event in enumerate(ODD_EVENTS):
+        run = RunDirectory(client.app.state.settings.roots[0] / f"odd-{number}")  # type: ignore[attr-defined]
+        for tab in (*TABS, "/newest", "/samples", "/checkpoints", "/errors"):
+            status = client.get(f"/runs/{id_of(run)}{tab}").status_code
+            broken += [] if status == 200 else [(tab, event, status)]
+    assert broken == []
+
+
+def test_the_overview_begins_with_the_curve_of_the_loss_and_the_newest_images(make_run: Any, client: TestClient) -> None:
+    run = id_of(make_run("alpha"))
+    text = client.get(f"/runs/{run}").text
+    order = ('data-only="loss"', "Newest samples", "step 20", "00000020/0.png", "Now</h2>", "Phases</h2>", "Time, all attempts")
+    places = [text.index(each) for each in order]
+    assert places == sorted(places)
+    assert "00000010/0.png" not in text
+    assert "a cat &lt;b&gt;bold" in text
+    bare = client.get(f"/runs/{id_of(make_run('beta', steps=0, samples=()))}").text
+    assert "The curve of the loss begins with the first step." in bare
+    assert "Newest samples" not in bare

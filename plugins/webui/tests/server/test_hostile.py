@@ -10,6 +10,7 @@ import os
 import re
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from html import unescape
 from pathlib import Path
 from typing import Any
@@ -188,6 +189,26 @@ def test_a_session_ends(client: TestClient, monkeypatch: pytest.MonkeyPatch) -> 
     assert client.get("/runs", headers=known).status_code == 200
     client.post("/sign-out", headers=known)
     assert client.get("/runs", headers=known).status_code == 401
+
+
+def test_a_cookie_is_of_no_use_on_another_port(client: TestClient, settings: Settings) -> None:
+    (cookie,) = client.cookies.values()
+    other = replace(settings, port=81)
+    with TestClient(create_app(other), base_url="http://127.0.0.1:81") as elsewhere:
+        answer = elsewhere.get("/runs", headers={"cookie": f"{security.cookie_name(other)}={cookie}"})
+    assert answer.status_code == 401
+    assert client.get("/runs").status_code == 200
+
+
+def test_the_answer_to_an_exception_has_the_headers_too(client: TestClient) -> None:
+    def broken() -> None:
+        raise RuntimeError("a defect")
+
+    app: Any = client.app
+    app.add_api_route("/broken", broken)
+    answer = client.get("/broken")
+    assert (answer.status_code, "a defect" in answer.text) == (500, True)
+    assert {name: answer.headers.get(name) for name in security.HEADERS} == security.HEADERS
 
 
 def test_the_address_after_a_link_is_never_that_of_another_host(stranger: TestClient, settings: Settings) -> None:

@@ -206,3 +206,46 @@ def test_a_session_works_after_a_restart_and_ctrl_c_ends_the_server(root: Path, 
         assert client.get("/runs").status_code == 200
         process.terminate()
         assert (process.communicate(timeout=30), process.returncode) == (("", ""), 0)
+
+
+def test_the_token_is_not_on_the_command_line_of_the_browser(root: Path, tmp_path: Path, browser: Any) -> None:
+    """The browser gets a file of the user's alone, whose link signs it in. The file is removed when the link is used."""
+    data, called, script = tmp_path / "data", tmp_path / "called", tmp_path / "browser"
+    script.write_text(f'#!/bin/sh\necho "$@" > {called}.part\nmv {called}.part {called}\n')
+    script.chmod(0o755)
+    command = [sys.executable, "-m", "smalti", "ui", str(root), "--port=0", "--json"]
+    environment = {**os.environ, "XDG_DATA_HOME": str(data), "BROWSER": f"{script} %s"}
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+    try:
+        assert process.stdout is not None
+        token = json.loads(process.stdout.readline())["url"].rpartition("=")[2]
+        deadline = time.monotonic() + 30
+        while not called.exists() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        address = called.read_text().strip()
+        file = Path(address.removeprefix("file://"))
+        assert token not in address
+        assert stat.S_IMODE(file.stat().st_mode) == 0o600
+        page = browser.new_page()
+        page.goto(address)
+        page.wait_for_url("http://127.0.0.1:*/runs")
+        assert page.title() == "Runs · smalti"
+        page.context.close()
+        assert not file.exists()
+    finally:
+        process.terminate()
+        process.communicate(timeout=30)
+
+
+def test_a_root_that_is_not_there_is_told_and_its_runs_appear_later(tmp_path: Path, make_run: Any) -> None:
+    missing = tmp_path / "root" / "later"
+    process, link = started(missing, tmp_path / "data", "--port=0")
+    try:
+        with httpx2.Client(follow_redirects=True, timeout=20) as client:
+            assert client.get(link).status_code == 200
+            run = make_run("later/first").record().id
+            assert client.get(f"{link.partition('?')[0]}/{run}").status_code == 200
+    finally:
+        process.terminate()
+        _, told = process.communicate(timeout=30)
+    assert told == f"smalti: {missing} is not there yet; its runs appear when the first one begins\n"

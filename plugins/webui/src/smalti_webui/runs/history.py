@@ -13,6 +13,7 @@ from typing import Any
 from smalti.rundir import RunDirectory
 from smalti_webui.runs.following import Follower, Position
 from smalti_webui.runs.gpus import Gpu, Gpus
+from smalti_webui.runs.images import Sample, images_of
 from smalti_webui.runs.thinning import Series
 
 _KEPT = 8
@@ -61,7 +62,8 @@ class Segment:
 class History:
     """What is known of a run up to `position`. `info` is the last "running" state, `last_step` the last step.
 
-    `faults` are the last events of GPUs, by UUID.
+    `faults` are the last events of GPUs, by UUID. `messages`, `faults`, `memory` and `answer` have the fields that pages show,
+    whatever the events have; other writers and damaged files may leave some out. `images` are those of the last validation.
     """
 
     position: Position = field(default_factory=Position)
@@ -74,6 +76,7 @@ class History:
     last_step: dict[str, Any] = field(default_factory=dict)
     memory: dict[str, Any] | None = None
     answer: dict[str, Any] | None = None
+    images: list[Sample] = field(default_factory=list)
     attempts: int = 0
     latest: float = 0.0
 
@@ -101,14 +104,20 @@ class History:
             case "checkpoint":
                 self._mark("checkpoint", step, float(when), str(event.get("path", "")))
             case "memory":
-                self.memory = event
+                bounds = {name: _number(event.get(name)) for name in ("measured", "least", "most")}
+                self.memory = {**bounds, **_texts(event, "device")}
             case "control_ack":
-                self.answer = event
+                accepted = event.get("accepted") is True
+                self.answer = {**_texts(event, "kind", "message"), "accepted": accepted, "t": float(when)}
+            case "sample":
+                self.images = list(images_of(event.get("images"), step or 0)) or self.images
             case "error" | "warning" | "health":
-                self.messages.append(event)
+                text = str(event.get("message") or event.get("error") or "")
+                self.messages.append({"type": kind, "t": float(when), "message": text})
                 self._mark("error" if kind == "error" else "warning", step, float(when), str(event.get("message", "")))
                 if kind == "health":
-                    self.faults[str(event.get("uuid") or event.get("device") or "")] = event
+                    names = _texts(event, "fault", "message", "device", "host")
+                    self.faults[str(event.get("uuid") or event.get("device") or "")] = names
 
     def _step(self, event: dict[str, Any], step: int, when: float) -> None:
         self._measure_all(event, step, when)
@@ -232,6 +241,11 @@ def parse(line: bytes) -> dict[str, Any]:
     if isinstance(found, dict) and isinstance(found.get("type"), str):
         return found
     return {"type": "malformed", "t": 0.0, "step": None, "line": line.decode("utf-8", "replace")}
+
+
+def _texts(event: dict[str, Any], *names: str) -> dict[str, str]:
+    """These fields as text; empty if the event has none."""
+    return {name: str(event.get(name) or "") for name in names}
 
 
 def _number(value: object) -> float | None:

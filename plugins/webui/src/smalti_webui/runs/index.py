@@ -186,4 +186,4 @@ def _stamp_of(path: Path) -> tuple[int, int] | None:
 
 
 def _digest(path: Path) -> str:
-    return sha256(str(path).encode()).hexdigest()[:8]
+    return sha256(os.fsencode(path)).hexdigest()[:8]

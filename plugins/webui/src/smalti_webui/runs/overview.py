@@ -12,8 +12,10 @@ from smalti.rundir import RunDirectory, Summary
 from smalti_plots.goodput import KINDS, read_goodput
 from smalti_webui.runs.gpus import Gpu
 from smalti_webui.runs.history import History, Segment
+from smalti_webui.runs.images import Sample
 
 _BINS = 240
+_IMAGES = 6
 _EMPTY = ""
 
 
@@ -44,6 +46,8 @@ class Overview:
     messages: list[dict[str, Any]]
     answer: dict[str, Any] | None
     memory: dict[str, Any] | None
+    images: list[Sample]
+    has_loss: bool
 
 
 def overview_of(history: History, gpus: Sequence[Gpu], summary: Summary, now: float | None = None) -> Overview:
@@ -81,6 +85,8 @@ def overview_of(history: History, gpus: Sequence[Gpu], summary: Summary, now: fl
         messages=list(history.messages)[::-1][:8],
         answer=history.answer,
         memory=history.memory,
+        images=history.images[:_IMAGES],
+        has_loss="loss" in history.series,
     )
 
 

@@ -76,6 +76,13 @@ def overview_now(request: Request, run_id: str) -> HTMLResponse:
     return run_part(request, run, "runs/overview_now.html", **_overview(request, run))
 
 
+@router.get("/{run_id}/newest")
+def newest(request: Request, run_id: str) -> HTMLResponse:
+    """The newest images alone, as they are now."""
+    run = find_run(request, run_id)
+    return run_part(request, run, "runs/newest.html", base=f"/runs/{run.id}", **_overview(request, run))
+
+
 @router.get("/{run_id}/head")
 def head(request: Request, run_id: str) -> HTMLResponse:
     """Status, progress and buttons of the run, as they are now."""

@@ -15,7 +15,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.staticfiles import StaticFiles
-from starlette.types import Scope
+from starlette.types import ASGIApp, Scope
 
 from smalti import ConfigError, Problem, UserError
 from smalti_webui.configs.router import router as configs
@@ -50,10 +50,10 @@ def create_app(settings: Settings, on_new_link: Callable[[str], None] = lambda t
         app.state.closing = True
         queue.cancel()
 
-    app = FastAPI(title="smalti", docs_url=None, redoc_url=None, openapi_url=None, lifespan=lifespan)
+    app = _Application(title="smalti", docs_url=None, redoc_url=None, openapi_url=None, lifespan=lifespan)
     app.state.settings = settings
     app.state.templates = Templates()
-    app.state.sessions = Sessions(settings.token, settings.data / "sessions.json", on_new_link)
+    app.state.sessions = Sessions(settings.token, settings.port, settings.data / "sessions.json", on_new_link)
     app.state.messages = Messages()
     app.state.closing = False
     for router in ROUTERS:
@@ -66,8 +66,15 @@ def create_app(settings: Settings, on_new_link: Callable[[str], None] = lambda t
     app.add_exception_handler(Exception, _defect)
     app.add_middleware(Departures)
     app.add_middleware(KeptMessages, messages=app.state.messages)
-    app.add_middleware(Security, settings=settings, sessions=app.state.sessions, templates=app.state.templates)
     return app
+
+
+class _Application(FastAPI):
+    """`Security` surrounds all of it, also the answer to an exception, which no other middleware sees."""
+
+    def build_middleware_stack(self) -> ASGIApp:
+        state = self.state
+        return Security(super().build_middleware_stack(), state.settings, state.sessions, state.templates)
 
 
 class _Static(StaticFiles):

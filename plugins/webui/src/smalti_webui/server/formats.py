@@ -36,7 +36,10 @@ def duration(seconds: float | None) -> str:
 
 def moment(seconds: float | None) -> str:
     """A time in unix seconds as local date and time."""
-    return MISSING if seconds is None else f"{datetime.fromtimestamp(seconds):%Y-%m-%d %H:%M:%S}"
+    try:
+        return MISSING if seconds is None else f"{datetime.fromtimestamp(seconds):%Y-%m-%d %H:%M:%S}"
+    except (OverflowError, ValueError, OSError):  # beyond what a date can be: damaged files
+        return MISSING
 
 
 def size(value: float | None) -> str:

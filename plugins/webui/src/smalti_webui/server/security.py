@@ -45,7 +45,7 @@ _READING = ("GET", "HEAD")
 
 
 class Security:
-    """Refuses what is not from a browser of the user's, on the page itself."""
+    """Refuses what is not from a browser of the user's, on the page itself. Every answer has the headers `HEADERS`."""
 
     def __init__(self, app: ASGIApp, settings: Settings, sessions: Sessions, templates: Templates) -> None:
         self._app = app
@@ -104,7 +104,10 @@ class Security:
         token = query.pop("token", "")
         if scope["method"] != "GET" or not token or (cookie := self._sessions.redeem(token)) is None:
             return self._page(401, "", used=bool(token))
-        response = RedirectResponse(_path(scope) + ("?" + urlencode(query) if query else ""), 303)
+        target = _path(scope) + ("?" + urlencode(query) if query else "")
+        response: Response = RedirectResponse(target, 303)
+        if Headers(scope=scope).get("sec-fetch-site") == "cross-site":  # a redirection is still the other site's: no cookie
+            response = HTMLResponse(self._templates.render("server/forward.html", target=target))
         response.set_cookie(self.cookie, cookie, max_age=DAYS * 86400, httponly=True, samesite="strict", path="/")
         return response
 

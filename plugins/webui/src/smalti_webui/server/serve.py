@@ -8,7 +8,8 @@ import logging
 import os
 import socket
 import webbrowser
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from smalti import UserError
+from smalti.system import atomic_write
 from smalti_webui.server.app import create_app
 from smalti_webui.server.settings import Settings
 
@@ -94,21 +96,43 @@ def serve(roots: Iterable[Path], *, host: str, port: int, opens: bool, as_json: 
     bound = listen(host, port)
     settings = Settings.of(roots, host=host, port=bound.getsockname()[1])
     link = f"{settings.address}runs?token={settings.token}"
-    app = create_app(settings, lambda token: _print_next(f"{settings.address}runs?token={token}", as_json=as_json))
+    file = settings.data / f"open-{settings.port}.html"
+
+    def on_new_link(token: str) -> None:
+        file.unlink(missing_ok=True)  # its link has been used
+        _print_next(f"{settings.address}runs?token={token}", as_json=as_json)
+
+    app = create_app(settings, on_new_link)
     if as_json:
         shown = {"url": link, "pid": os.getpid(), "roots": [str(root) for root in settings.roots]}
         click.echo(json.dumps(shown))
     else:
         click.echo(f"{click.style('smalti ui', bold=True)}  {link}")
         click.echo(f"  runs below {', '.join(map(str, settings.roots))}; Ctrl-C ends the page, and no run", err=True)
+    for root in settings.roots:
+        if not root.is_dir():
+            click.echo(f"smalti: {root} is not there yet; its runs appear when the first one begins", err=True)
     if settings.host not in ("127.0.0.1", "::1", "localhost"):
         click.echo("smalti: warning: what browsers and this server send is not encrypted; prefer an SSH tunnel", err=True)
-    if opens and _has_display():
-        webbrowser.open(link)
     server = _Server(configuration(app))
     server.app_state = app.state
-    server.run(sockets=[bound])
+    with _opened(link, file) if opens and _has_display() else nullcontext():
+        server.run(sockets=[bound])
     return 0
+
+
+@contextmanager
+def _opened(link: str, file: Path) -> Iterator[None]:
+    """Open a browser, which finds the link in a file that only this user can read: everybody can read its command line."""
+    file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    refresh = f'<meta http-equiv="refresh" content="0;url={link}">'
+    text = f'<!doctype html><meta charset="utf-8">{refresh}<a href="{link}">smalti</a>\n'
+    atomic_write(file, text.encode(), mode=0o600)
+    try:
+        webbrowser.open(file.as_uri())
+        yield
+    finally:
+        file.unlink(missing_ok=True)
 
 
 class _Server(uvicorn.Server):

@@ -18,11 +18,14 @@ _LIMIT = 50
 class Sessions:
     """Who may use the page. A link works once; the browser then has a cookie, which also works after a restart of the server.
 
-    `file` has the digests of the cookies, with mode 600. `on_new_link` is called with each new token after the first.
+    `file` has the digests of the cookies, with mode 600; servers on several ports share it. A cookie is valid on the port on
+    which it was given only: browsers send it to whatever listens there. `on_new_link` is called with each new token after the
+    first.
     """
 
-    def __init__(self, token: str, file: Path, on_new_link: Callable[[str], None] = lambda token: None) -> None:
+    def __init__(self, token: str, port: int, file: Path, on_new_link: Callable[[str], None] = lambda token: None) -> None:
         self._token = token
+        self._port = port
         self._file = file
         self._on_new_link = on_new_link
         self._digests = self._read()
@@ -39,20 +42,20 @@ class Sessions:
         self._token = token_urlsafe(24)
         cookie = token_urlsafe(32)
         self._digests = self._read()  # another server of this user may have added to it
-        self._digests[_digest(cookie)] = time.time()
+        self._digests[self._digest(cookie)] = time.time()
         self._write()
         self._on_new_link(self._token)
         return cookie
 
     def knows(self, cookie: str) -> bool:
         """Whether a cookie is that of a session that has not expired."""
-        begun = self._digests.get(_digest(cookie))
+        begun = self._digests.get(self._digest(cookie))
         return begun is not None and time.time() - begun < DAYS * 86400
 
     def end(self, cookie: str) -> None:
         """End a session."""
         self._digests = self._read()
-        if self._digests.pop(_digest(cookie), None) is not None:
+        if self._digests.pop(self._digest(cookie), None) is not None:
             self._write()
 
     def _read(self) -> dict[str, float]:
@@ -68,6 +71,5 @@ class Sessions:
         self._file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         atomic_write(self._file, json.dumps({"sessions": self._digests}).encode(), mode=0o600)
 
-
-def _digest(cookie: str) -> str:
-    return hashlib.sha256(cookie.encode(errors="replace")).hexdigest()
+    def _digest(self, cookie: str) -> str:
+        return hashlib.sha256(f"{self._port} {cookie}".encode(errors="replace")).hexdigest()

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from jinja2.filters import do_urlencode
 from starlette.requests import Request
 from starlette.responses import HTMLResponse
 
@@ -36,8 +37,13 @@ def _environment() -> Environment:
     loader = FileSystemLoader(PACKAGE / "templates")
     made = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     made.globals |= {"static": static_url, "navigation": NAVIGATION, "version": version("smalti")}
-    made.filters |= formats.FILTERS
+    made.filters |= {**formats.FILTERS, "urlencode": _quoted}
     return made
+
+
+def _quoted(value: Any) -> str:
+    """The filter of jinja, also for names that UTF-8 cannot express."""
+    return do_urlencode(value.encode("utf-8", "replace").decode("utf-8") if isinstance(value, str) else value)
 
 
 class Templates:
@@ -47,7 +53,8 @@ class Templates:
         self.environment = _environment()
 
     def render(self, name: str, **context: Any) -> str:
-        return self.environment.get_template(name).render(context)
+        """The text of a page. What UTF-8 cannot express, in names of files and damaged events, becomes "?"."""
+        return self.environment.get_template(name).render(context).encode("utf-8", "replace").decode("utf-8")
 
 
 def page(request: Request, name: str, *, status: int = 200, **context: Any) -> HTMLResponse:

@@ -81,6 +81,15 @@ def caption_file(spec: DatasetSpec, image: Path) -> Path:
     return image.with_suffix(spec.caption_extension)
 
 
+def is_addressable(key: str) -> bool:
+    """Whether a browser can ask for the image: names that are not UTF-8 have no address."""
+    try:
+        key.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def image_in(folder: Path, key: str) -> Path:
     """The image with this key. Raises UserError for a key that does not lie in the folder, or is not one of an image."""
     parts = PurePosixPath(key).parts

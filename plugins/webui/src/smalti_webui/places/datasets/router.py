@@ -21,6 +21,7 @@ from smalti_webui.places.datasets.images import (
     caption_file,
     has_caption_files,
     image_in,
+    is_addressable,
     is_browsable,
 )
 from smalti_webui.places.job_router import shown
@@ -39,16 +40,18 @@ COMMANDS = {
     "buckets": ("Buckets", "count images by shape, and what a run does about rare shapes"),
     "check": ("Check", "check that every bucket fills a batch, and count the steps of an epoch"),
 }
+_NOT_UTF_8 = "the name is not UTF-8; rename the file"
 Filter = Literal["all", "missing", "corrupt"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Shown:
-    """An image of the grid with its caption. `problem` is why a scan found it unusable."""
+    """An image of the grid with its caption. `problem` is why a scan found it unusable, or why it is not `addressable`."""
 
     key: str
     caption: Caption
     problem: str
+    addressable: bool = True
 
 
 @router.get("")
@@ -272,6 +275,8 @@ def _caption_file(own: Places, found: Found, image: Path) -> Path:
 
 
 def _image(found: Found, folder: Path, key: str, problems: Mapping[str, str]) -> Shown:
+    if not is_addressable(key):
+        return Shown(key=key, caption=Caption(text="", version=""), problem=_NOT_UTF_8, addressable=False)
     if not has_caption_files(found.spec):
         return Shown(key=key, caption=Caption(text="", version=""), problem=problems.get(key, ""))
     file = caption_file(found.spec, image_in(folder, key))

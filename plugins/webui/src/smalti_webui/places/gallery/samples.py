@@ -9,16 +9,7 @@ from pathlib import Path, PurePosixPath
 
 from smalti import UserError
 from smalti.rundir import Event, RunDirectory, image_settings, read_events
-
-
-@dataclass(frozen=True, kw_only=True)
-class Sample:
-    """One image. `file` is its path relative to the folder `samples` of the run."""
-
-    step: int
-    prompt: str
-    seed: int | None
-    file: str
+from smalti_webui.runs.images import Sample, images_of
 
 
 @dataclass(kw_only=True)
@@ -44,7 +35,7 @@ def gallery(run: RunDirectory) -> Gallery:
     """All images that the events of the run name. A step that was made again shows its newest images."""
     rows: dict[str, Row] = {}
     for event in events_of_kind(run.events_file, "sample"):
-        for each in _images(run, event):
+        for each in images_of(event.fields.get("images"), event.step or 0):
             name = PurePosixPath(each.file).stem
             row = rows.setdefault(name, Row(name=name, prompt=each.prompt))
             row.prompt = each.prompt
@@ -77,21 +68,3 @@ def events_of_kind(file: Path, *kinds: str) -> Iterator[Event]:
         event = next(read_events(file, each), None)
         if event is not None and event.kind in kinds:
             yield event
-
-
-def _images(run: RunDirectory, event: Event) -> Iterator[Sample]:
-    """The images of an event that are in the run's own folder. Anything else in the event is left out."""
-    images = event.fields.get("images")
-    for image in images if isinstance(images, list) else ():
-        if not isinstance(image, dict) or not isinstance(path := image.get("path"), str):
-            continue
-        parts = PurePosixPath(path).parts
-        if len(parts) < 2 or parts[0] != run.samples.name or ".." in parts:
-            continue
-        prompt, seed = image.get("prompt"), image.get("seed")
-        yield Sample(
-            step=event.step or 0,
-            prompt=prompt if isinstance(prompt, str) else "",
-            seed=seed if isinstance(seed, int) else None,
-            file="/".join(parts[1:]),
-        )

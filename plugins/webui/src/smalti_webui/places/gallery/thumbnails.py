@@ -41,8 +41,9 @@ class Thumbnails:
         target = self.folder / f"{blake2b(key.encode(errors='surrogateescape'), digest_size=16).hexdigest()}.webp"
         if not target.is_file():
             self.folder.mkdir(parents=True, exist_ok=True)
+            self.folder.chmod(0o700)  # images may be private, and an older version made it readable for all
             with self._slots:
-                atomic_write(target, _rendered(source, width))
+                atomic_write(target, _rendered(source, width), mode=0o600)
                 self._made += 1
             if self._made % 500 == 0:
                 self.trim(MOST_BYTES)

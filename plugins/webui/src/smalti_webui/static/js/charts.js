@@ -1,4 +1,5 @@
 // The curves of a run: a chart for each metric with its least and largest values, smoothing, markers, and new steps as they come.
+// On a page without tools and choices it is that of one metric, `data-only`.
 import { follow } from "./live.js";
 
 const MOST = 3000; // points of a chart before the server thins them again
@@ -30,6 +31,7 @@ function shown(value) {
 }
 
 const options = () => {
+  if (!tools) return { axis: "step", log: false, smoothing: 0.9, markers: true };
   const given = new FormData(tools);
   return { axis: given.get("axis"), log: given.has("log"), smoothing: Number(given.get("smoothing")), markers: given.has("markers") };
 };
@@ -122,7 +124,7 @@ function draw() {
   }
   charts.clear();
   for (const marker of markers) marker.colour = colour(COLOURS[marker.kind] ?? "--muted", 0.75);
-  const chosen = new Set([...choices.querySelectorAll("input:checked")].map((input) => input.value));
+  const chosen = new Set(choices ? [...choices.querySelectorAll("input:checked")].map((input) => input.value) : [place.dataset.only]);
   for (const metric of series) if (chosen.has(metric.name)) create(metric, given);
   update();
 }
@@ -164,7 +166,7 @@ async function load() {
   const response = await fetch(`${place.dataset.series}?points=1000`).catch(() => null);
   if (response?.ok) {
     ({ series, markers, position } = await response.json());
-    for (const metric of series) if (!choices.querySelector(`[value="${CSS.escape(metric.name)}"]`)) addChoice(metric);
+    for (const metric of choices ? series : []) if (!choices.querySelector(`[value="${CSS.escape(metric.name)}"]`)) addChoice(metric);
   }
   const late = waiting;
   waiting = null;
@@ -194,11 +196,11 @@ document.addEventListener("run:events", ({ detail }) => {
   if (resumed || !series.length || series.some((metric) => metric.step.length > MOST)) return load();
   drawing ||= requestAnimationFrame(update);
 });
-tools.addEventListener("input", () => {
+tools?.addEventListener("input", () => {
   document.getElementById("smoothing-value").textContent = options().smoothing.toFixed(2);
   draw();
 });
-choices.addEventListener("change", draw);
+choices?.addEventListener("change", draw);
 document.addEventListener("theme", draw);
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", draw);
 
