@@ -82,7 +82,7 @@ def test_a_run_on_sharded_ranks_draws_saves_and_exports_without_the_assistant(as
     code, output = train(
         tmp_path / "run", **options | {"num_processes": 1, "fsdp_enable": False, "train_batch_size": 4}, max_train_steps=3
     )
-    assert (code, "--assistant_lora" in output) == (8, True), output
+    assert (code, "'assistant'" in output) == (8, True), output
 
 
 def test_a_distilled_model_without_an_assistant_is_noticed(assistant, tmp_path):

@@ -98,7 +98,7 @@ def form_fields() -> tuple[FormField, ...]:
     commands = CommandCollector()
     if _PLUGIN in plugins.infos and plugins.infos[_PLUGIN].state == "active":
         plugins.call_one(_PLUGIN, HookSpecs.register_commands, commands=commands)
-    group = commands.commands.get("deepspeed")
+    group = commands.get_command(click.Context(commands), "deepspeed")
     if not isinstance(group, click.Group):
         raise UserError("DeepSpeed is not installed", fix="pip install smalti-deepspeed")
     found = []
