@@ -110,7 +110,7 @@ def test_plugins_are_listed_with_what_they_add_and_hooks_on_request(out):
     assert "commands: detect-blocks; " not in lines["diffusers"]
     assert "commands: detect-blocks" in lines["fsdp2"]
     assert " options" in lines["fsdp2"]
-    assert "storages: local" in lines["folders"]
+    assert "storages: local" in lines["core"]
     assert "register_model_families" not in "".join(lines.values())
     assert "register_model_families" in out("plugins", "--hooks")
     assert json.loads(out("plugins", "--json"))["plugins"][0]["adds"]["options"][0] == "output_dir"

@@ -6,13 +6,11 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor, nn
-from torch.optim.lr_scheduler import LambdaLR
 
-from smalti.checkpoint import CheckpointStore, SaveError, Saver
 from smalti.config import (
     Config,
     RunOptions,
@@ -31,7 +29,6 @@ from smalti.training.failures.disk_space import DiskSpace
 from smalti.training.failures.step_times import ForwardTime, StepTimes
 from smalti.training.loss import DenoisingLoss
 from smalti.training.metrics import Memory, Utilisation, log_metrics, metrics_of
-from smalti.training.optim.ema import Ema
 from smalti.types import (
     Block,
     DistributedPlan,
@@ -42,6 +39,12 @@ from smalti.types import (
     StopReason,
     World,
 )
+
+if TYPE_CHECKING:  # the launcher, which checks a run, needs none of it
+    from torch.optim.lr_scheduler import LambdaLR
+
+    from smalti.checkpoint import CheckpointStore, SaveError, Saver
+    from smalti.training.optim.ema import Ema
 
 MOST_SKIPPED_STEPS = 10
 """Steps in a row that are skipped for a loss that is not finite or a fault of the accelerator, before the run stops."""

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 
 from smalti.config import Schema
 from smalti.rundir import RunDirectory
-from smalti_webui.places.gallery.samples import Gallery, Sample
+from smalti_webui.places.gallery.samples import Gallery
+from smalti_webui.runs.images import Sample
 
 _OF_ONE_RUN = ("output_dir",)
 """Options that always differ."""
