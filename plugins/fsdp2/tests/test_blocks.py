@@ -3,35 +3,12 @@
 from dataclasses import replace
 
 import pytest
-import torch
 from torch import nn
 
 from smalti.errors import UserError
 from smalti.models import BlockClass, find_blocks, without_weights
 from smalti_fsdp2.blocks import blocks_named, describe_blocks
-
-
-class Attention(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.project = nn.Linear(width, width)
-
-
-class Block(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.parts = nn.ModuleList([Attention(width), Attention(width)])
-
-
-class Net(nn.Module):
-    def __init__(self, width: int = 4, depth: int = 3) -> None:
-        super().__init__()
-        self.first = nn.Linear(width, width)
-        self.blocks = nn.ModuleList([Block(width) for _ in range(depth)])
-        self.last = nn.Linear(width, width)
-        self.last.weight = self.first.weight
-        self.register_buffer("scale", torch.tensor(2.0))
-        self.register_buffer("hidden", torch.arange(3.0), persistent=False)
+from support.nets import Net
 
 
 def empty() -> Net:

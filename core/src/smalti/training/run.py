@@ -222,7 +222,7 @@ class PeriodicWork:
 
     `name` is for messages: "NAME of step 5 failed". `texts` and `negative_texts` are captions and negative prompts that `run`
     uses: with `--text_cache_disable` off they are encoded ahead, and `run.encoded.conditioning` returns them. `inputs` says in
-    a few words what was read besides the configuration; ranks with different ones refuse to train.
+    a few words what was read in addition to the configuration; ranks with different ones refuse to train.
     """
 
     name: str
