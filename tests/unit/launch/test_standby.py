@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from contextlib import suppress
 
 import psutil
@@ -21,14 +22,16 @@ raise SystemExit(3)
 """
 
 
-def agents(process: psutil.Process) -> list[psutil.Process]:
-    """Those among its children; any other child may end meanwhile."""
-    found = []
-    for each in process.children():
-        with suppress(psutil.Error):
-            if "smalti.launch.agent" in each.cmdline():
-                found.append(each)
-    return found
+def agent_of(process: psutil.Process) -> psutil.Process:
+    """The one among its children, once its command line can be read; any other child may end meanwhile."""
+    end = time.monotonic() + 60
+    while time.monotonic() < end:
+        for each in process.children():
+            with suppress(psutil.Error):
+                if "smalti.launch.agent" in each.cmdline():
+                    return each
+        time.sleep(0.01)
+    raise AssertionError(f"{process} has no agent")
 
 
 @pytest.fixture
@@ -54,11 +57,11 @@ def test_what_it_is_told_runs_in_the_environment_that_it_is_told(tmp_path, stand
 
 
 def test_one_that_is_not_wanted_is_gone_and_one_that_has_ended_starts_nothing(standby):
-    (agent,) = agents(psutil.Process())
+    agent = agent_of(psutil.Process())
     standby.close()
     assert not agent.is_running()
     other = StandbyLauncher()
-    (agent,) = agents(psutil.Process())
+    agent = agent_of(psutil.Process())
     agent.send_signal(signal.SIGUSR1)  # as some schedulers send it to all processes of a job
     psutil.wait_procs([agent], timeout=60)
     assert other.start(["a_launcher"], dict(os.environ)) is None
@@ -72,7 +75,7 @@ def test_it_ends_with_a_process_that_is_killed_and_says_nothing():
     )
     starter = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     starter.stdout.readline()
-    (agent,) = agents(psutil.Process(starter.pid))
+    agent = agent_of(psutil.Process(starter.pid))
     starter.kill()
     psutil.wait_procs([agent], timeout=60)
     assert not agent.is_running()
