@@ -1,0 +1,3 @@
+"""What several tests of the package share."""
+
+from support.fixtures import write as write
