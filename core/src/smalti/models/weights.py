@@ -142,9 +142,8 @@ class FolderWeights:
         shape = stored.shape if stop is None else (stop - start, *stored.shape[1:])
         tensor = torch.empty(shape, dtype=DTYPES[stored.dtype])
         # Not mapped: what was read would stay in memory as long as any tensor of the file does.
-        self._read_into(
-            tensor.view(-1).view(torch.uint8).numpy().data, name, start * math.prod(stored.shape[1:]) * tensor.itemsize
-        )
+        begin = start * math.prod(stored.shape[1:]) * tensor.itemsize
+        self._read_into(tensor.view(-1).view(torch.uint8).numpy().data, name, begin)
         return tensor
 
     def _read_into(self, target: memoryview, name: str, begin: int) -> None:

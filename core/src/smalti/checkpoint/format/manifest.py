@@ -42,14 +42,14 @@ ALGORITHMS = ("blake3", "sha256")
 _MAX_SIZE = 16 * 2**20
 
 
-Count = Annotated[int, Field(ge=0)]
+_Count = Annotated[int, Field(ge=0)]
 
 
 @dataclass(frozen=True, kw_only=True)
 class FileRecord:
     """One file of a checkpoint: its size in bytes, and its digest of 32 bytes in hexadecimal, by one of the `ALGORITHMS`."""
 
-    size: Count
+    size: _Count
     digest: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
     algorithm: str = ALGORITHMS[0]
 
@@ -62,8 +62,8 @@ class Manifest:
     are not part of the checkpoint. `created` is UTC in ISO 8601, for information only: the order is that of the steps.
     """
 
-    step: Count
-    world_size: Count
+    step: _Count
+    world_size: _Count
     files: Mapping[str, FileRecord]
     created: str = ""
     plugins: tuple[str, ...] = ()
