@@ -93,8 +93,8 @@ $(VENV)/demo-flux.done: $(VENV)/demo.done requirements-demo-flux.txt
 	touch $@
 
 # With what has to be compiled: `make -j2` compiles it while pip installs the rest.
-$(VENV)/deepspeed.done: $(BIN)/python constraints.txt core/pyproject.toml plugins/deepspeed/pyproject.toml plugins/doctor/pyproject.toml plugins/fsdp2/pyproject.toml plugins/plan/pyproject.toml
-	$(PIP) --no-compile torch -e core -e plugins/deepspeed -e plugins/doctor -e plugins/fsdp2 -e plugins/plan
+$(VENV)/deepspeed.done: $(BIN)/python constraints.txt core/pyproject.toml plugins/deepspeed/pyproject.toml plugins/doctor/pyproject.toml plugins/plan/pyproject.toml
+	$(PIP) --no-compile torch -e core -e plugins/deepspeed -e plugins/doctor -e plugins/plan
 	touch $@
 
 $(VENV)/dev.done: $(VENV)/deepspeed.done constraints.txt requirements-demo.txt requirements-dev.txt $(PROJECTS)

@@ -6,8 +6,8 @@ import pytest
 from torch import nn
 
 from smalti.errors import UserError
-from smalti.models import find_blocks, without_weights
-from smalti_fsdp2.blocks import BlockClass, blocks_named, describe_blocks
+from smalti.models import BlockClass, find_blocks, without_weights
+from smalti_fsdp2.blocks import blocks_named, describe_blocks
 from support.nets import Net
 
 

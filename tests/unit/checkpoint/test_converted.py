@@ -1,7 +1,12 @@
-"""What resuming makes of a checkpoint that was converted."""
+"""Checkpoints of other trainers: what is guessed of their optimizers, and what resuming makes of a converted one."""
 
+import math
+
+import pytest
 import torch
 
+from smalti.checkpoint.conversion.formats import guess_optimizer
+from smalti.checkpoint.conversion.hyperparameters import hyperparameters
 from smalti.checkpoint.reader import load
 from smalti.checkpoint.snapshot import Snapshot
 from smalti.checkpoint.writer import save
@@ -29,3 +34,24 @@ def test_another_number_of_parameter_groups_keeps_the_runs_own_settings_and_take
 def test_what_was_kept_per_parameter_survives_other_groups():
     saved = [{"lr": 1, "values": {"a": {"k": 1}}}, {"lr": 2, "values": {"b": {"k": 2}}}]
     assert regrouped(saved, [{"lr": 3}]) == [{"lr": 3, "values": {"a": {"k": 1}, "b": {"k": 2}}}]
+
+
+@pytest.mark.parametrize(
+    ("moments", "name"),
+    [
+        ({"exp_avg", "exp_avg_sq", "step"}, "AdamW"),
+        ({"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "step"}, "AdamW"),
+        ({"momentum_buffer"}, "SGD"),
+        ({"sum", "step"}, "Adagrad"),
+        ({"row_var", "col_var", "step"}, ""),
+        (set(), ""),
+    ],
+)
+def test_moments_tell_the_optimizer_or_nothing(moments, name):
+    assert guess_optimizer(moments) == name
+
+
+def test_hyperparameters_are_json_whatever_they_were():
+    group = {"lr": torch.tensor(0.5), "eps": math.nan, "betas": (0.9, math.inf), "decay": None, "by": {1}}
+    others = {"params": [1], "name": "all", "fused": True}
+    assert hyperparameters(group | others) == {"betas": [0.9, "inf"], "by": "{1}", "decay": None, "eps": "nan", "lr": 0.5}

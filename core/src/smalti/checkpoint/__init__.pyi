@@ -10,7 +10,9 @@ from .conversion.formats import (
     Contents as Contents,
     OwnCheckpoint as OwnCheckpoint,
     Source as Source,
+    guess_optimizer as guess_optimizer,
 )
+from .conversion.hyperparameters import hyperparameters as hyperparameters
 from .conversion.new_folder import (
     ConversionError as ConversionError,
     check_free_space as check_free_space,

@@ -23,9 +23,9 @@ from .core_options.training import (
     warm_up_notice as warm_up_notice,
     warm_up_problem as warm_up_problem,
 )
+from .edit import Edit as Edit, set_option as set_option
 from .files import (
     expand as expand,
-    parse_mapping as parse_mapping,
     parse_value as parse_value,
     read_mapping as read_mapping,
     read_text as read_text,

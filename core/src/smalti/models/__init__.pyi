@@ -1,6 +1,8 @@
 from .attention import attention_kernel as attention_kernel, choose_attention as choose_attention
 from .blocks import (
     CONTAINERS as CONTAINERS,
+    BlockClass as BlockClass,
+    Structure as Structure,
     count_parameters as count_parameters,
     find_blocks as find_blocks,
     repeated_classes as repeated_classes,

@@ -24,9 +24,8 @@ import torch
 from torch import Tensor
 
 from smalti import CheckpointError
-from smalti.checkpoint import NAMES, Contents, StoredTensor, memory
+from smalti.checkpoint import NAMES, Contents, StoredTensor, guess_optimizer, hyperparameters, memory
 from smalti.parallel import portable_name
-from smalti_fsdp2.other_optimizers import guess_optimizer, hyperparameters
 
 _NAME = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
 _RANK = re.compile(r"zero_pp_rank_(\d+)_mp_rank_(\d+)_")

@@ -12,10 +12,9 @@ from difflib import get_close_matches
 from pathlib import Path
 
 from smalti import UserError
-from smalti.config import Schema, is_accelerate, read_mapping
+from smalti.config import Edit, Schema, is_accelerate, read_mapping, set_option
 from smalti.system import remove_file, write_json_atomically
 from smalti_deepspeed.parsing import Document, read_file, section
-from smalti_fsdp2.config_edit import Edit, set_option
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
 

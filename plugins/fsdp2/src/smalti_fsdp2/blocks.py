@@ -6,55 +6,13 @@ Classes are meant by their bare names, as in the options that name them. Importi
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
 from smalti import Block, Problem, UserError, did_you_mean
-from smalti.models import CONTAINERS, count_parameters, find_blocks, repeated_classes
+from smalti.models import CONTAINERS, BlockClass, Structure, count_parameters, find_blocks, repeated_classes
 
 if TYPE_CHECKING:
     from torch import nn
-
-
-@dataclass(frozen=True, kw_only=True)
-class BlockClass:
-    """A class that a model repeats, or that its family names. Counted recursively; parameters that are shared count once.
-
-    `parameters` is what all of its `occurrences` hold together and `share` that part of the model, from 0 to 1; `smallest` and
-    `largest` are what one of them holds. `first` and `last` are the paths of two of them. `named`: the family chose it;
-    `nested`: it occurs only inside suggested blocks, so that it is no unit of its own.
-    """
-
-    class_name: str
-    occurrences: int
-    parameters: int
-    share: float
-    smallest: int
-    largest: int
-    first: str
-    last: str
-    named: bool
-    nested: bool
-
-
-@dataclass(frozen=True, kw_only=True)
-class Structure:
-    """What a model is made of. Parameters and buffers are counted in elements.
-
-    `classes` come with most parameters first. `suggested` are the classes of the `blocks` that a run takes when nobody names
-    any; the largest of these holds `largest_block` parameters, and `outside` are in none of them. `no_split_modules` is the
-    model's own word, as models of transformers and diffusers have it, and `modules` the names of all classes in the model.
-    """
-
-    parameters: int
-    buffers: int
-    classes: tuple[BlockClass, ...]
-    suggested: tuple[str, ...]
-    blocks: int
-    largest_block: int
-    outside: int
-    no_split_modules: tuple[str, ...]
-    modules: tuple[str, ...]
 
 
 def blocks_named(model: nn.Module, class_names: Sequence[str]) -> list[Block]:

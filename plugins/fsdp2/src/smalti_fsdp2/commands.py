@@ -11,7 +11,8 @@ import click
 from smalti import Config, UserError
 from smalti.cli import Command, CommandLine, counted, format_bytes, print_table
 from smalti.config import Schema
-from smalti_fsdp2.blocks import BlockClass, Structure, unknown_classes
+from smalti.models import BlockClass, Structure
+from smalti_fsdp2.blocks import unknown_classes
 from smalti_fsdp2.detection import FLAG, Detection, detect
 from smalti_fsdp2.options import FsdpOptions
 
@@ -56,7 +57,7 @@ def _note(text: str) -> None:
 
 def _apply(detection: Detection, config: Config, schema: Schema, file: Path) -> dict[str, object]:
     """Write the choice of the command line, or else the suggestion, into a configuration file; what became of it."""
-    from smalti_fsdp2.config_edit import set_option
+    from smalti.config import set_option
 
     chosen = config[FsdpOptions].fsdp_transformer_layer_cls_to_wrap if config.source(FLAG).startswith("flag") else ()
     if problems := unknown_classes(chosen, detection.structure.modules):

@@ -22,8 +22,9 @@ from pydantic import TypeAdapter
 
 from smalti import Config, FamilyEntry
 from smalti.config import ModelOptions
+from smalti.models import Structure
 from smalti.plugins import GROUP, CacheFile, Plugins, family_entry
-from smalti_fsdp2.blocks import Structure, describe_blocks
+from smalti_fsdp2.blocks import describe_blocks
 
 _log = logging.getLogger(__name__)
 

@@ -16,10 +16,9 @@ import torch
 from torch import Tensor
 
 from smalti import CheckpointError
-from smalti.checkpoint import NAMES, Contents, StoredTensor, memory
+from smalti.checkpoint import NAMES, Contents, StoredTensor, guess_optimizer, hyperparameters, memory
 from smalti.parallel import portable_name
 from smalti_fsdp2.dcp_metadata import Key
-from smalti_fsdp2.other_optimizers import guess_optimizer, hyperparameters
 
 _MODELS = frozenset(("model", "module", "state_dict", "model_state_dict", "net", "network", "transformer", "unet"))
 _GROUPS, _STATE, _STEPS = "param_groups", "state", ("step", "global_step")

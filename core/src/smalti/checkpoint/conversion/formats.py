@@ -5,7 +5,7 @@ Importing this module imports no torch.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -81,3 +81,10 @@ def _checked(path: Path) -> Manifest:
     if found.manifest is None or not found.ok:
         raise CheckpointError(f"{path} is damaged: {'; '.join(found.problems[:3])}", fix="choose another checkpoint")
     return found.manifest
+
+
+def guess_optimizer(state: Collection[str]) -> str:
+    """Returns the optimizer with this state; "" if that is ambiguous."""
+    names = set(state) - {"step"}
+    known = {"AdamW": {"exp_avg", "exp_avg_sq"}, "SGD": {"momentum_buffer"}, "Adagrad": {"sum"}}
+    return next((name for name, kept in known.items() if names - {"max_exp_avg_sq"} == kept), "")

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from pydantic import TypeAdapter
 
-from smalti_fsdp2.blocks import BlockClass, Structure
+from smalti.models import BlockClass, Structure
 from smalti_webui.hardware.strategy import BLOCK_CLASSES
 
 

@@ -19,8 +19,11 @@ import tomlkit
 from pydantic import ValidationError
 from tomlkit.exceptions import TOMLKitError
 
-from smalti import UserError
-from smalti.config import Option, Schema, is_accelerate, parse_mapping, read_text, toml_item
+from smalti.config.accelerate_yaml import is_accelerate
+from smalti.config.files import parse_mapping, read_text
+from smalti.config.options import Option, Schema
+from smalti.config.toml import toml_item
+from smalti.errors import UserError
 from smalti.system import atomic_write
 
 Value = str | int | float | bool | list[str] | dict[str, object]

@@ -1,21 +1,14 @@
-"""The optimizer of a checkpoint of another trainer: which one it was, and its hyper-parameters."""
+"""Hyper-parameters of optimizers in checkpoints of other trainers."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 
 from torch import Tensor
 
 _OTHERS = frozenset(("params", "param_names", "name", "foreach", "fused", "capturable", "differentiable"))
 """Keys of a parameter group that are not hyper-parameters: its name and parameters, and the choice of an implementation."""
-
-
-def guess_optimizer(state: Collection[str]) -> str:
-    """Returns the optimizer with this state; "" if that is ambiguous."""
-    names = set(state) - {"step"}
-    known = {"AdamW": {"exp_avg", "exp_avg_sq"}, "SGD": {"momentum_buffer"}, "Adagrad": {"sum"}}
-    return next((name for name, kept in known.items() if names - {"max_exp_avg_sq"} == kept), "")
 
 
 def hyperparameters(group: Mapping[str, object]) -> dict[str, object]:

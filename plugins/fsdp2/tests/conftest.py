@@ -1,3 +1,0 @@
-"""What several tests of the package share."""
-
-from support.fixtures import write as write
