@@ -240,7 +240,6 @@ NAMED = {
     "models/family.py": {"context_parallel_comm_strategy", "context_parallel_size"},
     "launch/checks.py": {"eval_steps_interval"},  # which package evaluates
     "models/family_check.py": {"lora_targets"},  # an attribute of families
-    "models/weight_files.py": {"variant"},
     "training/model_card.py": {"base_model_precision", "lora_alpha", "lora_rank"},
     "training/inference_export.py": {"validation_prompt"},
 }

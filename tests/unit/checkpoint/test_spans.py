@@ -34,7 +34,7 @@ def test_the_elements_are_those_of_the_whole_tensor(data, shape):
             path.write_bytes(encode_header([("w", chunk)]) + part.tobytes())
             start += part.shape[axis] if shape else 0
         room = np.zeros(end - begin, dtype=np.float32)
-        TensorFiles(paths).read_into(room.view(np.uint8).data, "w", begin)
+        TensorFiles(paths).read_into(room.view(np.uint8).data, "w", begin * room.itemsize)
     assert room.tolist() == whole.reshape(-1)[begin:end].tolist()
 
 
@@ -77,4 +77,4 @@ def test_a_file_that_ends_within_the_stretch_is_told(saved):
     files = TensorFiles([path])
     path.write_bytes(path.read_bytes()[:-1])
     with pytest.raises(CheckpointError, match="ends within w"):
-        files.read_into(memoryview(bytearray(6)), "w", 9)
+        files.read_into(memoryview(bytearray(6)), "w", 18)

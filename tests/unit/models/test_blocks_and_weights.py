@@ -1,9 +1,8 @@
 """Blocks found in a model's structure, and weights put into a model that has none."""
 
-import json
-
 import pytest
 import torch
+from hypothesis import given, strategies as st
 from safetensors.torch import save_file
 from torch import nn
 
@@ -79,30 +78,12 @@ def test_weights_come_from_all_files_of_a_folder(tmp_path, names):
     assert all(torch.equal(tensors[name], tensor) for name, tensor in model.state_dict().items())
 
 
-def test_an_index_says_which_files_count(tmp_path):
-    tensors = saved(tmp_path, Net(), "model-1.safetensors")
-    saved(tmp_path, Net(), "other.safetensors")
-    index = {"weight_map": dict.fromkeys(tensors, "model-1.safetensors")}
-    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
-    assert torch.equal(FolderWeights(tmp_path).get("first.weight"), tensors["first.weight"])
-
-
-def test_a_variant_in_another_precision_is_left_alone(tmp_path):
-    tensors = saved(tmp_path, Net(), "model.safetensors")
-    saved(tmp_path, Net(), "model.fp16.safetensors")
-    assert torch.equal(FolderWeights(tmp_path).get("first.weight"), tensors["first.weight"])
-
-
 def test_a_folder_without_safetensors_is_told(tmp_path):
     (tmp_path / "model.bin").touch()
     with pytest.raises(UserError, match="there are no safetensors weights"):
         FolderWeights(tmp_path)
-
-
-def test_a_file_that_the_index_names_and_is_not_there_is_told(tmp_path):
-    (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"w": "model-1.safetensors"}}')
-    with pytest.raises(UserError, match=r"lacks model-1\.safetensors"):
-        FolderWeights(tmp_path)
+    with pytest.raises(UserError, match="there are no safetensors weights"):
+        FolderWeights(tmp_path / "absent")
 
 
 @pytest.mark.parametrize("kept", [4, 60, -8])
@@ -116,17 +97,18 @@ def test_a_file_that_was_cut_off_is_named(tmp_path, kept):
         FolderWeights(tmp_path)
 
 
-@pytest.mark.parametrize("text", ["{", "[]", '{"weight_map": {"first.weight": 1}}'])
-def test_a_damaged_index_of_weights_is_named(tmp_path, text):
-    (tmp_path / "model.safetensors.index.json").write_text(text)
-    with pytest.raises(UserError, match=r"model\.safetensors\.index\.json .*\n  fix: copy or download it again"):
-        FolderWeights(tmp_path)
-
-
 def test_weights_of_another_size_are_refused_by_name(tmp_path):
     saved(tmp_path, Net(width=5), "model.safetensors")
     with pytest.raises(UserError, match=r"first.weight is \[5, 5\] in the weights and \[4, 4\] in the model"):
         materialise(empty(), FolderWeights(tmp_path), "cpu")
+
+
+@given(start=st.integers(0, 5), length=st.integers(0, 5))
+def test_rows_are_those_of_the_tensor(start, length, tmp_path_factory):
+    path = tmp_path_factory.getbasetemp() / "rows.safetensors"
+    tensor = torch.arange(40.0).view(10, 2, 2)
+    save_file({"before": torch.ones(3), "a": tensor}, path)
+    assert torch.equal(FolderWeights(path).rows("a", start, start + length), tensor[start : start + length])
 
 
 def test_the_digest_of_weights_is_that_of_their_contents_however_they_are_cut_into_files(tmp_path):
@@ -136,6 +118,22 @@ def test_the_digest_of_weights_is_that_of_their_contents_however_they_are_cut_in
         for number, part in enumerate(parts):
             save_file(part, tmp_path / name / f"{number}.safetensors")
     assert FolderWeights(tmp_path / "one").digest() == FolderWeights(tmp_path / "two").digest()
+
+
+def test_a_file_that_became_shorter_is_named(tmp_path):
+    save_file({"a": torch.arange(40.0)}, path := tmp_path / "w.safetensors")
+    weights = FolderWeights(path)
+    path.write_bytes(path.read_bytes()[:-1])
+    for read in (lambda: weights.get("a"), weights.digest):
+        with pytest.raises(UserError, match=r"w\.safetensors ends within a.*\n  fix: copy or download it again"):
+            read()
+
+
+def test_the_digest_of_the_same_weights_is_that_of_earlier_versions(tmp_path):
+    """What was encoded with them is found by it."""
+    tensors = {"a": torch.arange(40.0), "b": torch.arange(7, dtype=torch.int8), "c": torch.zeros(0), "d": torch.tensor(1.5)}
+    save_file(tensors, tmp_path / "w.safetensors")
+    assert FolderWeights(tmp_path).digest().startswith("5f471b6ebe40b61d")
 
 
 @pytest.mark.parametrize("place", [0, 39, 20])

@@ -44,6 +44,7 @@ from .format.safetensors_layout import (
     split as split,
     stored_tensors as stored_tensors,
 )
+from .format.safetensors_reader import TensorFiles as TensorFiles
 from .format.state_file import State as State, decode_state as decode_state, read_state as read_state
 from .format.store import (
     CheckpointStore as CheckpointStore,

@@ -231,7 +231,7 @@ def _fill_spans(files: TensorFiles, spans: Mapping[str, FlatRange]) -> None:
     for name, span in spans.items():
         dtype = DTYPES[files.tensors[name].dtype]
         read = span if span.dtype == dtype else torch.empty(len(span), dtype=dtype)
-        files.read_into(memory(read), name, span.begin)
+        files.read_into(memory(read), name, span.begin * read.itemsize)
         if read is not span:
             span.copy_(read)
 

@@ -100,7 +100,7 @@ def option(
         "level": level,
         "when": when,
         "tradeoff": tradeoff,
-        "aliases": list(aliases),
+        "aliases": tuple(aliases),
         "accelerate": accelerate,
         "secret": secret,
     }
@@ -448,18 +448,7 @@ def _options_of(group: OptionGroup) -> Iterable[Option]:
         extra = info.json_schema_extra
         if not isinstance(extra, dict) or not info.description:
             raise TypeError(f"{group.options.__name__}.{name} must be declared with option(..., help=...)")
-        declared = Option(
-            name=name,
-            group=group,
-            info=info,
-            level=extra["level"],  # type: ignore[arg-type]
-            help=info.description,
-            when=str(extra["when"]),
-            tradeoff=str(extra["tradeoff"]),
-            aliases=tuple(extra["aliases"]),  # type: ignore[arg-type]
-            accelerate=str(extra["accelerate"]),
-            secret=cast("bool | Callable[[object], bool]", extra["secret"]),
-        )
+        declared = Option(name=name, group=group, info=info, help=info.description, **cast(dict[str, Any], extra))
         if declared.may_be_none and info.get_default() is not None:
             raise TypeError(f"{group.options.__name__}.{name} may be None, so None must be its default")
         yield declared

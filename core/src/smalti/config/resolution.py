@@ -299,23 +299,14 @@ def _problem(group: OptionGroup, schema: Schema, chosen: Mapping[str, Given], er
     return replace(problem, fix=f"see `smalti config explain {option.name}`")
 
 
-_WANTED = {
-    "integer": "an integer",
-    "number": "a number",
-    "path": "a path",
-    "list": "a list",
-    "text": "a text",
-    "true|false": "true or false",
-}
-
-
 def _bad_value(option: Option, given: Given, reason: str) -> Problem:
     secret = option.is_secret(given.shown)
     shown = "what it is" if secret else repr(given.shown)
     hint = "" if secret else did_you_mean(str(given.shown).lower(), option.choices)
     if (secret or given.written is not None) and str(given.value) in reason:
         reason = "the value is not valid"
-    wanted = f"one of {', '.join(option.choices)}" if option.choices else _WANTED.get(option.kind, option.kind)
+    kind = "true or false" if option.is_flag else f"{'an' if option.kind[0] in 'aeiou' else 'a'} {option.kind}"
+    wanted = f"one of {', '.join(option.choices)}" if option.choices else kind
     bounds = f" {option.bounds}" if option.bounds else ""
     message, fix = f"{option.name} cannot be {shown}: {reason}", f"{hint} give {wanted}{bounds}".lstrip()
     return Problem(message=message, where=given.place, fix=fix, option=option.name)

@@ -25,7 +25,7 @@ def as_toml(config: Config, *, complete: bool = False, names: Collection[str] | 
     document = tomlkit.document()
     chosen = config.values() if complete or names is not None else config.given() if defaults else config.changes()
     values = {name: value for name, value in chosen.items() if value is not None and (names is None or name in names)}
-    tables = {name: cast(list[dict[str, object]], value) for name, value in values.items() if _are_tables(value)}
+    tables = {name: value for name, value in values.items() if _are_tables(value)}
     for group in config.schema.groups:
         names = [name for name in group.options.model_fields if name in values and name not in tables]
         if not names:
@@ -38,10 +38,7 @@ def as_toml(config: Config, *, complete: bool = False, names: Collection[str] | 
             document.add(name, item)
         document.add(tomlkit.nl())
     for name, rows in tables.items():
-        array = tomlkit.aot()
-        for row in rows:
-            array.append(tomlkit.item(row))
-        document.add(name, array)
+        document.add(name, _tables_item(rows))
     if defaults:
         document.add(TABLE, _defaults(config, values.keys()))
     return tomlkit.dumps(document)
@@ -93,7 +90,7 @@ def set_values(text: str, schema: Schema, values: Mapping[str, object]) -> str:
     return tomlkit.dumps(document)
 
 
-def _tables_item(value: object) -> object:
+def _tables_item(value: object) -> AoT:
     """Rows that tomlkit has read stay as they are, with their comments."""
     if isinstance(value, AoT):
         return value

@@ -29,13 +29,6 @@ from .setup import (
     wants_channels_last as wants_channels_last,
 )
 from .size_conditioning import SizeConditioning as SizeConditioning
-from .weight_files import (
-    WeightFiles as WeightFiles,
-    plain_name as plain_name,
-    variant_of as variant_of,
-    weight_files as weight_files,
-    weight_map as weight_map,
-)
 from .weights import (
     FolderWeights as FolderWeights,
     PostLoadTransform as PostLoadTransform,

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Collection, Iterator
+import math
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal, Protocol, runtime_checkable
@@ -12,10 +13,10 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor, nn
 
-from smalti.checkpoint import DTYPES, Chunk, StoredTensor
-from smalti.errors import UserError
-from smalti.models.weight_files import AGAIN, files_by_tensor, layout
+from smalti.checkpoint import DTYPES, StoredTensor, TensorFiles
+from smalti.errors import CheckpointError, UserError
 
+AGAIN = "copy or download it again"
 _SAMPLE = 64
 """Bytes that are looked at in each of three places of a tensor, to tell weights apart."""
 
@@ -107,50 +108,49 @@ class SeededWeights:
 
 
 class FolderWeights:
-    """`Weights` from a folder of safetensors files in the layout of diffusers and transformers, or from one such file.
+    """`Weights` from all safetensors files of a folder, or from one such file. Tensors are read one at a time, headers once.
 
-    Tensors are read one at a time, headers once: those of large models take long to read. With an index
-    (`*.safetensors.index.json`) its files count; without one, all files do. `variant` chooses among files such as
-    `model.fp16.safetensors`; None takes plain names, or the only variant. Raises UserError when there is nothing to read.
+    `files` are those of the folder that count; None takes all, which must not repeat a tensor. Raises UserError, which names
+    the file, when there is nothing to read or a file is damaged.
     """
 
-    def __init__(self, path: Path, variant: str | None = None) -> None:
-        self._files = files_by_tensor(path, variant)
+    def __init__(self, path: Path, files: Iterable[Path] | None = None) -> None:
+        if files is None:
+            files = [path] if path.is_file() else sorted(path.glob("*.safetensors"))
+        try:
+            self._files = TensorFiles(files)
+        except CheckpointError as error:
+            raise UserError(error.message, fix=AGAIN) from error
+        if not self._files.tensors:
+            fix = "name a folder of *.safetensors files; weights in .bin files are pickles and have to be converted first"
+            raise UserError(f"there are no safetensors weights at {path}", fix=fix)
         self._path = path
-        self._layouts: dict[Path, dict[str, tuple[Chunk, int]]] = {}
 
     def names(self) -> Iterator[str]:
-        return iter(self._files)
+        return iter(self._files.tensors)
 
     def stored(self, name: str) -> StoredTensor:
         """Type and shape of a tensor, from its file's header."""
-        chunk, _ = self._layout(self._files[name])[name]
-        return StoredTensor(dtype=chunk.dtype, shape=chunk.shape, chunks=1)
+        return self._files.tensors[name]
 
     def get(self, name: str) -> Tensor:
         return self.rows(name, 0, None)
 
     def rows(self, name: str, start: int, stop: int | None) -> Tensor:
         """A range of the first dimension of one tensor; no more is read. None is its end. Raises KeyError as `get` does."""
-        path = self._files[name]
-        chunk, position = self._layout(path)[name]
-        shape, size = chunk.shape, chunk.size
-        if stop is not None:
-            row = chunk.size // chunk.shape[0]
-            shape, size, position = (stop - start, *shape[1:]), (stop - start) * row, position + start * row
-        tensor = torch.empty(shape, dtype=DTYPES[chunk.dtype])
+        stored = self.stored(name)
+        shape = stored.shape if stop is None else (stop - start, *stored.shape[1:])
+        tensor = torch.empty(shape, dtype=DTYPES[stored.dtype])
         # Not mapped: what was read would stay in memory as long as any tensor of the file does.
-        with path.open("rb") as file:
-            file.seek(position)
-            if file.readinto(tensor.view(-1).view(torch.uint8).numpy().data) != size:
-                raise UserError(f"{path} has become shorter", fix=AGAIN)
+        begin = start * math.prod(stored.shape[1:]) * tensor.itemsize
+        self._read_into(tensor.view(-1).view(torch.uint8).numpy().data, name, begin)
         return tensor
 
-    def _layout(self, path: Path) -> dict[str, tuple[Chunk, int]]:
-        """Where the tensors of a file are."""
-        if path not in self._layouts:
-            self._layouts[path] = layout(path)
-        return self._layouts[path]
+    def _read_into(self, target: memoryview, name: str, begin: int) -> None:
+        try:
+            self._files.read_into(target, name, begin)
+        except CheckpointError as error:
+            raise UserError(f"{error.message}: the file has become shorter", fix=AGAIN) from error
 
     def digest(self, names: Collection[str] | None = None) -> str:
         """Tells these weights from others: names, types, shapes and a sample of the bytes of every tensor, wherever they lie.
@@ -158,14 +158,13 @@ class FolderWeights:
         Cheap for any size. It does not find damage. `names` restricts it to some of the tensors; None takes all.
         """
         seen = hashlib.sha256()
-        for name in sorted(self._files if names is None else names):
-            path = self._files[name]
-            chunk, position = self._layout(path)[name]
-            seen.update(f"{name} {chunk.dtype} {chunk.shape} ".encode())
-            with path.open("rb") as file:
-                for place in (0, chunk.size // 2, max(chunk.size - _SAMPLE, 0)):
-                    file.seek(position + place)
-                    seen.update(file.read(min(_SAMPLE, chunk.size - place)))
+        for name in sorted(self._files.tensors if names is None else names):
+            stored = self.stored(name)
+            seen.update(f"{name} {stored.dtype} {stored.shape} ".encode())
+            for place in (0, stored.size // 2, max(stored.size - _SAMPLE, 0)):
+                sample = bytearray(min(_SAMPLE, stored.size - place))
+                self._read_into(memoryview(sample), name, place)
+                seen.update(sample)
         return seen.hexdigest()
 
     def __str__(self) -> str:

@@ -17,14 +17,7 @@ import torch
 from torch import nn
 
 from smalti.checkpoint import CheckpointStore, Saver
-from smalti.config import (
-    Config,
-    DataOptions,
-    ModelOptions,
-    OptimizerOptions,
-    RunOptions,
-    TrainingOptions,
-)
+from smalti.config import Config, DataOptions, ModelOptions, OptimizerOptions, RunOptions, TrainingOptions
 from smalti.data import (
     Encoded,
     Loader,
@@ -65,11 +58,7 @@ from smalti.training.optim.optimizers import matrices, parameter_groups
 from smalti.training.periodic import periodic_work
 from smalti.training.resume import resume
 from smalti.training.run import Assembled, Context, Run, directory_of
-from smalti.types import (
-    Block,
-    DistributedPlan,
-    RunInfo,
-)
+from smalti.types import Block, DistributedPlan, RunInfo
 
 _log = logging.getLogger(__name__)
 

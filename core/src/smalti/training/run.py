@@ -11,16 +11,9 @@ from typing import TYPE_CHECKING, cast
 import torch
 from torch import Tensor, nn
 
-from smalti.config import (
-    Config,
-    RunOptions,
-    TrackingOptions,
-    TrainingOptions,
-)
+from smalti.config import Config, RunOptions, TrackingOptions, TrainingOptions
 from smalti.data import Batch, DatasetSpec, Encoded, Loader, PreparedData
-from smalti.models import (
-    ModelFamily,
-)
+from smalti.models import ModelFamily
 from smalti.parallel import Boundary, FailureDetector, Parallel
 from smalti.plugins import Backend, Plugins
 from smalti.rundir import Ownership, Phases, RunDirectory, RunWriter, SmoothedMetrics
@@ -29,16 +22,7 @@ from smalti.training.failures.disk_space import DiskSpace
 from smalti.training.failures.step_times import ForwardTime, StepTimes
 from smalti.training.loss import DenoisingLoss
 from smalti.training.metrics import Memory, Utilisation, log_metrics, metrics_of
-from smalti.types import (
-    Block,
-    DistributedPlan,
-    RankInfo,
-    RunInfo,
-    RunState,
-    StepResult,
-    StopReason,
-    World,
-)
+from smalti.types import Block, DistributedPlan, RankInfo, RunInfo, RunState, StepResult, StopReason, World
 
 if TYPE_CHECKING:  # the launcher, which checks a run, needs none of it
     from torch.optim.lr_scheduler import LambdaLR

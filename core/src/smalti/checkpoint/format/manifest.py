@@ -12,6 +12,9 @@ import stat
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Annotated
+
+from pydantic import Field, TypeAdapter, ValidationError
 
 from smalti.errors import CheckpointError
 from smalti.system import parse_json
@@ -31,7 +34,6 @@ _READABLE_VERSIONS = (1, 2)
 """Version 1 had SHA-256 of files only."""
 _NAME = "[A-Za-z0-9][A-Za-z0-9._-]*"
 _FILE = re.compile(rf"{re.escape(STATE)}|(?:{'|'.join(GROUPS)})/{_NAME}\.safetensors|{WEIGHTS}/{_NAME}\.(?:safetensors|json)")
-_DIGEST = re.compile(r"[0-9a-f]{64}")
 _KEYS = frozenset(
     ("format", "version", "step", "world_size", "created", "plugins", "config_digest", "flags", "files", "sha256")
 )
@@ -40,12 +42,15 @@ ALGORITHMS = ("blake3", "sha256")
 _MAX_SIZE = 16 * 2**20
 
 
+_Count = Annotated[int, Field(ge=0)]
+
+
 @dataclass(frozen=True, kw_only=True)
 class FileRecord:
     """One file of a checkpoint: its size in bytes, and its digest of 32 bytes in hexadecimal, by one of the `ALGORITHMS`."""
 
-    size: int
-    digest: str
+    size: _Count
+    digest: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
     algorithm: str = ALGORITHMS[0]
 
 
@@ -57,8 +62,8 @@ class Manifest:
     are not part of the checkpoint. `created` is UTC in ISO 8601, for information only: the order is that of the steps.
     """
 
-    step: int
-    world_size: int
+    step: _Count
+    world_size: _Count
     files: Mapping[str, FileRecord]
     created: str = ""
     plugins: tuple[str, ...] = ()
@@ -90,6 +95,9 @@ class Manifest:
             },
         }
         return json.dumps(body | {"sha256": _digest(body)}, indent=1, ensure_ascii=False).encode() + b"\n"
+
+
+_MANIFEST = TypeAdapter(Manifest)
 
 
 def read_manifest(checkpoint: Path) -> Manifest:
@@ -129,22 +137,18 @@ def decode_manifest(data: bytes) -> Manifest:
         raise CheckpointError(f"{MANIFEST} is damaged: missing or unknown keys: {names}")
     if body.pop("sha256") != _digest(body):
         raise CheckpointError(f"{MANIFEST} does not match its own digest: damaged or edited")
-    return Manifest(
-        step=_count(body, "step"),
-        world_size=_count(body, "world_size"),
-        created=_text(body["created"], "created"),
-        plugins=_texts(body, "plugins"),
-        config_digest=_text(body["config_digest"], "config_digest"),
-        flags=_texts(body, "flags"),
-        files=_files(body["files"]),
-    )
+    try:
+        return _MANIFEST.validate_json(json.dumps(body | {"files": _files(body["files"])}), strict=True)
+    except ValidationError as error:
+        raise _invalid(".".join(map(str, error.errors()[0]["loc"]))) from None
 
 
 def _digest(body: Mapping[str, object]) -> str:
     return hashlib.sha256(json.dumps(body, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
-def _files(value: object) -> dict[str, FileRecord]:
+def _files(value: object) -> dict[str, dict[str, object]]:
+    """The records of files, with the name of the algorithm beside the digest. Raises CheckpointError for a wrong name."""
     if not isinstance(value, dict):
         raise _invalid("files")
     if STATE not in value:
@@ -156,31 +160,8 @@ def _files(value: object) -> dict[str, FileRecord]:
         algorithm = next((key for key in ALGORITHMS if isinstance(record, dict) and record.keys() == {"size", key}), None)
         if algorithm is None:
             raise _invalid(f"files.{name}")
-        digest = _text(record[algorithm], f"files.{name}.{algorithm}")
-        if not _DIGEST.fullmatch(digest):
-            raise _invalid(f"files.{name}.{algorithm}")
-        records[name] = FileRecord(size=_count(record, "size"), digest=digest, algorithm=algorithm)
+        records[name] = {"size": record["size"], "digest": record[algorithm], "algorithm": algorithm}
     return records
-
-
-def _count(body: Mapping[str, object], key: str) -> int:
-    value = body[key]
-    if type(value) is not int or value < 0:
-        raise _invalid(key)
-    return value
-
-
-def _text(value: object, key: str) -> str:
-    if not isinstance(value, str):
-        raise _invalid(key)
-    return value
-
-
-def _texts(body: Mapping[str, object], key: str) -> tuple[str, ...]:
-    value = body[key]
-    if not isinstance(value, list):
-        raise _invalid(key)
-    return tuple(_text(item, key) for item in value)
 
 
 def _invalid(key: str) -> CheckpointError:

@@ -42,24 +42,23 @@ class TensorFiles:
         return data.reshape(-1).data
 
     def read_into(self, target: memoryview, name: str, begin: int) -> None:
-        """Fill `target` with the elements of a tensor from element `begin` on, counted row by row.
+        """Fill `target` with the bytes of a tensor from byte `begin` on, row by row.
 
         Reads directly from the files if chunks are complete rows, and else the complete tensor first.
         """
         tensor = self.tensors[name]
-        item = ITEM_SIZES[tensor.dtype]
-        end = begin + len(target) // item
+        end = begin + len(target)
         if any(not _of_whole_rows(chunk, tensor) for _, chunk, _ in self._places[name]):
-            target[:] = self.read(name)[begin * item : end * item]
+            target[:] = self.read(name)[begin:end]
             return
-        row = math.prod(tensor.shape[1:])
+        row = math.prod(tensor.shape[1:]) * ITEM_SIZES[tensor.dtype]
         for path, chunk, position in self._places[name]:
             first = chunk.offsets[0] * row if chunk.offsets else 0
-            start, stop = max(begin, first), min(end, first + math.prod(chunk.shape))
+            start, stop = max(begin, first), min(end, first + chunk.size)
             if start < stop:
                 with path.open("rb") as file:
-                    file.seek(position + (start - first) * item)
-                    part = target[(start - begin) * item : (stop - begin) * item]
+                    file.seek(position + start - first)
+                    part = target[start - begin : stop - begin]
                     if file.readinto(part) != len(part):
                         raise CheckpointError(f"{path} ends within {name}")
 

@@ -13,9 +13,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
-from types import TracebackType
-from typing import NoReturn, Self, cast
+from typing import NoReturn, cast
 
 from smalti.errors import ExitCode, GpuFaultError
 from smalti.parallel import FailureDetector
@@ -23,7 +21,7 @@ from smalti.plugins import Plugins
 from smalti.system import describe, signal_handler, write_exit_report
 from smalti.training.failures.emergency_save import emergency_save
 from smalti.training.failures.faults import decide, request
-from smalti.training.failures.watchdog import leave
+from smalti.training.failures.watchdog import Watch, leave
 from smalti.training.run import Run
 from smalti.types import FaultAction, RankInfo, RunState
 
@@ -36,27 +34,17 @@ _INTERRUPT = cast(signal.Signals, signal.SIGRTMIN + 2 if hasattr(signal, "SIGRTM
 """Sent to the main thread alone; no scheduler sends it. macOS has no real-time signals."""
 
 
-class FaultWatch:
-    """To use in a `with` statement around all that a rank does with its device. Set `info` and `run` once they exist."""
+class FaultWatch(Watch):
+    """Around all that a rank does with its device. Set `info` too once it exists."""
+
+    name = "smalti-faults"
 
     def __init__(self, plugins: Plugins, state: RunState, detector: FailureDetector) -> None:
-        self.run: Run | None = None
+        super().__init__(detector)
         self.info: RankInfo | None = None
         self._raised: GpuFaultError | None = None
         self._plugins = plugins
         self._state = state
-        self._detector = detector
-        self._over = threading.Event()
-        self._watched = threading.get_ident()
-
-    def __enter__(self) -> Self:
-        board = self._detector.board
-        self._apart = self._detector if board is None else replace(self._detector, board=board.clone())
-        threading.Thread(target=self._watch, name="smalti-faults", daemon=True).start()
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._over.set()
 
     @contextmanager
     def interrupting(self) -> Iterator[None]:

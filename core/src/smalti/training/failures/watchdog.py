@@ -70,11 +70,13 @@ _UPDATE_SECONDS = 20.0
 """The same while it changes weights, which should come to its end."""
 
 
-class Watchdog:
-    """To use in a `with` statement around all that a rank does together with others. Does nothing in a single process.
+class Watch:
+    """A thread beside the loop, to use in a `with` statement. `run` is to be set once there is one: what can be saved.
 
-    `run` is to be set once there is one: what can be saved.
+    `_watched` is the thread of that statement. `_apart` is its detector with a connection of its own.
     """
+
+    name: str
 
     def __init__(self, detector: FailureDetector) -> None:
         self.run: Run | None = None
@@ -83,20 +85,30 @@ class Watchdog:
         self._watched = threading.get_ident()
 
     def __enter__(self) -> Self:
-        if self._detector.board is not None:
-            self._apart = replace(self._detector, board=self._detector.board.clone())
-            threading.Thread(target=self._watch, name="smalti-watchdog", daemon=True).start()
+        board = self._detector.board
+        self._apart = self._detector if board is None else replace(self._detector, board=board.clone())
+        threading.Thread(target=self._watch, name=self.name, daemon=True).start()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._over.set()
 
     def _watch(self) -> None:
+        raise NotImplementedError
+
+
+class Watchdog(Watch):
+    """Around all that a rank does together with others. Does nothing in a single process."""
+
+    name = "smalti-watchdog"
+
+    def _watch(self) -> None:
+        if self._apart.board is None:
+            return
         claim = self._detector.claim
         while not (loss := self._loss()):
             if self._over.wait(_EVERY_SECONDS):
                 return
-        assert self._apart.board is not None
         self._apart.board.alarm()  # processes of this machine cannot be seen from others
         if self._comes_back(_UNAIDED_SECONDS):
             return

@@ -18,17 +18,13 @@ from torch import nn
 from smalti import UserError
 from smalti.checkpoint import DTYPES, Computed, StoredTensor
 from smalti.models import (
-    FolderWeights,
     Weights,
     is_dry_run,
     materialise,
-    plain_name,
-    variant_of,
-    weight_files,
-    weight_map,
     without_weights,
 )
 from smalti_diffusers.sources.location import INDEX
+from smalti_diffusers.sources.weight_files import folder_weights, plain_name, variant_of, weight_files, weight_map
 
 if TYPE_CHECKING:
     from smalti.checkpoint import ExportFolder
@@ -116,7 +112,7 @@ class Components:
         """Raises UserError if there are none, or a file is damaged."""
         if part in self.replaced:
             return self.replaced[part].weights
-        return FolderWeights(self.folder / part, self._variant)
+        return folder_weights(self.folder / part, self._variant)
 
     def load(self, part: str, dtype: torch.dtype | None = None) -> object:
         """A frozen part with its weights, in eval mode, without gradients; or a tokenizer or scheduler."""

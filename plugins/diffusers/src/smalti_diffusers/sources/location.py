@@ -10,8 +10,9 @@ from functools import cache
 from pathlib import Path
 
 from smalti import UserError
-from smalti.models import WeightFiles, is_dry_run, weight_files, weight_map
+from smalti.models import is_dry_run
 from smalti_diffusers.flavours import GATED, shipped_folder
+from smalti_diffusers.sources.weight_files import indexed_files, weight_files
 
 INDEX = "model_index.json"
 _SMALL = ("*.json", "*/*.json", "*/*.txt", "*/*.model", "*/*.jinja")
@@ -89,7 +90,7 @@ def download_notice(name: str, folder: Path) -> str:
 
 def _is_complete(part: Path, variant: str | None) -> bool:
     chosen = weight_files((path.name for path in part.iterdir()), variant)
-    return chosen is not None and all((part / file).is_file() for file in _of(part, chosen))
+    return chosen is not None and all((part / file).is_file() for file in indexed_files(part, chosen))
 
 
 def find_folder(name: str, revision: str | None) -> Path:
@@ -180,12 +181,5 @@ def _weights(folder: Path, names: Iterable[str], variant: str | None, parts: Col
     wanted = []
     for part, files in found.items():
         if chosen := weight_files(files, variant):
-            wanted += [f"{part}/{file}" if part else file for file in _of(folder / part, chosen)]
+            wanted += [f"{part}/{file}" if part else file for file in indexed_files(folder / part, chosen)]
     return wanted
-
-
-def _of(folder: Path, chosen: WeightFiles) -> Iterable[str]:
-    """The files that the index lists, where there is one: it was fetched with the small files."""
-    if chosen.index is not None and (folder / chosen.index).is_file():
-        return sorted(set(weight_map(folder / chosen.index).values()))
-    return chosen.files

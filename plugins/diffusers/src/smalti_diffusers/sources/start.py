@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from smalti import UserError
-from smalti.models import FolderWeights, is_dry_run
+from smalti.models import is_dry_run
 from smalti_diffusers.sources.components import Components, Replacement
 from smalti_diffusers.sources.conversion import (
     ConvertedWeights,
@@ -33,6 +33,7 @@ from smalti_diffusers.sources.location import (
     small_files,
 )
 from smalti_diffusers.sources.model_file import ModelFile
+from smalti_diffusers.sources.weight_files import folder_weights
 
 _FAMILIES = {
     "xl_base": "sdxl",
@@ -81,7 +82,7 @@ def model_alone(name: str, part: str, revision: str | None, variant: str | None)
         if config.is_file():
             if not is_dry_run():
                 fetch_model(name, folder, place, variant)
-                FolderWeights(config.parent, variant)  # raises if there are none
+                folder_weights(config.parent, variant)  # raises if there are none
             return ModelFolder(path=config.parent, config=json.loads(config.read_text(encoding="utf-8")))
     return None
 
@@ -185,7 +186,7 @@ def _of_folder(folder: ModelFolder, base: Components, part: str, variant: str | 
             f"{folder.path} holds a {kind}, and {part} of {base.folder} is a {base.kind(part)}",
             fix="check --model_family and --base_pipeline",
         )
-    return {part: Replacement(weights=FolderWeights(folder.path, variant), config=folder.config)}
+    return {part: Replacement(weights=folder_weights(folder.path, variant), config=folder.config)}
 
 
 def shape_of(file: ModelFile, name: str) -> tuple[int, ...] | None:

@@ -1,13 +1,14 @@
 """Which files of a folder hold the weights."""
 
+import json
+
 import pytest
 import torch
 from hypothesis import given, strategies as st
 from safetensors.torch import save_file
 
 from smalti.errors import UserError
-from smalti.models.weight_files import plain_name, variant_of, weight_files
-from smalti.models.weights import FolderWeights
+from smalti_diffusers.sources.weight_files import folder_weights, plain_name, variant_of, weight_files
 
 SHARDS = ("", "-00001-of-00002")
 
@@ -49,15 +50,28 @@ def test_the_files_of_one_variant_are_chosen_or_the_choice_is_left_to_the_user(v
 
 def test_a_variant_is_read_where_it_is_asked_for_and_where_there_is_nothing_else(tmp_path):
     save_file({"a": torch.ones(2).half()}, tmp_path / "model.fp16.safetensors")
-    assert FolderWeights(tmp_path).get("a").dtype == torch.float16
+    assert folder_weights(tmp_path).get("a").dtype == torch.float16
     save_file({"a": torch.ones(2)}, tmp_path / "model.safetensors")
-    assert FolderWeights(tmp_path).get("a").dtype == torch.float32
-    assert FolderWeights(tmp_path, "fp16").get("a").dtype == torch.float16
+    assert folder_weights(tmp_path).get("a").dtype == torch.float32
+    assert folder_weights(tmp_path, "fp16").get("a").dtype == torch.float16
 
 
-@given(start=st.integers(0, 5), length=st.integers(0, 5))
-def test_rows_are_those_of_the_tensor(start, length, tmp_path_factory):
-    path = tmp_path_factory.getbasetemp() / "rows.safetensors"
-    tensor = torch.arange(40.0).view(10, 2, 2)
-    save_file({"before": torch.ones(3), "a": tensor}, path)
-    assert torch.equal(FolderWeights(path).rows("a", start, start + length), tensor[start : start + length])
+def test_an_index_says_which_files_count(tmp_path):
+    save_file({"a": torch.ones(2)}, tmp_path / "model-1.safetensors")
+    save_file({"a": torch.zeros(2), "b": torch.zeros(2)}, tmp_path / "other.safetensors")
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "model-1.safetensors"}}))
+    found = folder_weights(tmp_path)
+    assert (list(found.names()), found.get("a").tolist()) == (["a"], [1, 1])
+
+
+def test_a_file_that_the_index_names_and_is_not_there_is_told(tmp_path):
+    (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"w": "model-1.safetensors"}}')
+    with pytest.raises(UserError, match=r"lacks model-1\.safetensors"):
+        folder_weights(tmp_path)
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"weight_map": {"first.weight": 1}}'])
+def test_a_damaged_index_of_weights_is_named(tmp_path, text):
+    (tmp_path / "model.safetensors.index.json").write_text(text)
+    with pytest.raises(UserError, match=r"model\.safetensors\.index\.json .*\n  fix: copy or download it again"):
+        folder_weights(tmp_path)

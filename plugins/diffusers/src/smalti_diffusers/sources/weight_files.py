@@ -8,12 +8,12 @@ Names are those that diffusers and transformers write: `model.safetensors`, `mod
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from smalti.checkpoint import Chunk, read_layout
-from smalti.errors import CheckpointError, UserError
+from smalti import UserError
+from smalti.models import FolderWeights
 from smalti.system import parse_json
 
 AGAIN = "copy or download it again"
@@ -71,43 +71,26 @@ def weight_files(names: Iterable[str], variant: str | None = None) -> WeightFile
     return WeightFiles(variant=chosen, files=tuple(name for name in found[chosen] if not name.endswith(".json")), index=index)
 
 
-def files_by_tensor(path: Path, variant: str | None = None) -> dict[str, Path]:
-    """The file of each tensor at `path`, a folder or one safetensors file.
+def folder_weights(folder: Path, variant: str | None = None) -> FolderWeights:
+    """The weights in a folder: the files of its index where there is one, else all of the variant.
 
-    With an index its files count; without one, all of the variant do. Raises UserError, which names the file, if there is
-    nothing to read or a file is damaged.
+    Raises UserError, which names the file, if there is nothing to read or a file is missing or damaged.
     """
-    found: dict[str, Path] = {}
-    if path.is_dir():
-        chosen = _chosen(path, variant)
-        if chosen is not None and chosen.index is not None:
-            found = {name: path / file for name, file in weight_map(path / chosen.index).items()}
-        elif chosen is not None:
-            for file in chosen.files:
-                found |= dict.fromkeys(layout(path / file), path / file)
-    elif path.is_file():
-        found = dict.fromkeys(layout(path), path)
-    if missing := sorted({file.name for file in found.values() if not file.is_file()}):
-        raise UserError(f"{path} lacks {', '.join(missing)}, which its index names", fix=AGAIN)
-    if not found:
-        fix = "name a folder that holds *.safetensors files; weights in .bin files are pickles and have to be converted first"
-        raise UserError(f"there are no safetensors weights at {path}", fix=fix)
-    return found
-
-
-def _chosen(folder: Path, variant: str | None) -> WeightFiles | None:
     try:
-        return weight_files((each.name for each in folder.iterdir()), variant)
+        chosen = weight_files((each.name for each in folder.iterdir()), variant) if folder.is_dir() else None
     except UserError as error:
         raise UserError(f"{folder}: {error.message}", fix=error.fix) from None
+    found = indexed_files(folder, chosen) if chosen is not None else ()
+    if missing := [name for name in found if not (folder / name).is_file()]:
+        raise UserError(f"{folder} lacks {', '.join(missing)}, which its index names", fix=AGAIN)
+    return FolderWeights(folder, [folder / name for name in found])
 
 
-def layout(path: Path) -> dict[str, tuple[Chunk, int]]:
-    """Where the tensors of a file are. Raises UserError, which names the file, for one that is truncated or damaged."""
-    try:
-        return read_layout(path)
-    except CheckpointError as error:
-        raise UserError(f"{path} {error.message}", fix=AGAIN) from error
+def indexed_files(folder: Path, chosen: WeightFiles) -> Sequence[str]:
+    """The files that the index lists, where it is there, else those that were chosen by their names."""
+    if chosen.index is not None and (folder / chosen.index).is_file():
+        return sorted(set(weight_map(folder / chosen.index).values()))
+    return chosen.files
 
 
 def weight_map(index: Path) -> dict[str, str]:
