@@ -15,7 +15,7 @@ CORE_LINES = 20_527
 """Lines of code of the core, which may only fall: lower the number with the code."""
 KERNEL_LINES = 4_306
 KERNEL = ("errors.py", "hookspecs.py", "types", "plugins", "config", "system")
-OPTIONS = 90
+OPTIONS = 89
 """Options of the core, which may only become fewer: what is computed, or is a part of another value, needs none."""
 BASIC_OPTIONS = 42
 """Those of them that the short help shows."""

@@ -236,7 +236,6 @@ NAMED = {
     "config/other_trainers.py": {"cache_dir"},  # a key of datasets, here and in the next two
     "data/datasets/parse.py": {"cache_dir"},
     "data/datasets/spec.py": {"cache_dir"},
-    "data/datasets/simpletuner.py": {"compress_disk_cache"},
     "models/family.py": {"context_parallel_comm_strategy", "context_parallel_size"},
     "launch/checks.py": {"eval_steps_interval"},  # which package evaluates
     "models/family_check.py": {"lora_targets"},  # an attribute of families

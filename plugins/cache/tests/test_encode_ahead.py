@@ -96,6 +96,15 @@ def data_of(folder, *, seed=3, budget=0.01, **values):
     return prepare(build_datasets(specs, Catalog()), DataRules(seed=seed, shape=shape, alignment=8, error_budget=budget))
 
 
+def test_rows_that_are_not_trained_on_have_no_bucket(pets):
+    Image.new("RGB", (20, 20)).save(pets / "z.png")
+    (pets / "z.txt").write_text("too small")
+    data = data_of(pets, minimum_image_size=24)
+
+    assert smalti_cache.wanted.bucket_numbers(data, 0, 0, 20).tolist() == [0] * 20
+    assert smalti_cache.wanted.bucket_numbers(data, 0, 18, 99).tolist() == [0, 0, -1]
+
+
 def encode(family, data, cache, ranks=None, latents=("pets",), own_texts=None) -> Encoded:
     schema = schema_of(load_plugins(Selection(only=("cache",))))
     config = resolve(schema, [f"--train_batch_size={BATCH}"], environment={})
@@ -289,7 +298,7 @@ def test_a_cache_of_an_earlier_version_is_used(pets, tmp_path, capsys):
     entries = {
         "texts": {earlier_text_key(text, negative=False): encoded.texts.store.get(CachedTexts.key(text)) for text in texts}
     }
-    bucket, entries["latents"] = data.buckets[0], {}
+    bucket, entries["latents"] = data.order.buckets[0].bucket, {}
     for sample, flipped in product(range(20), (False, True)):
         latents, offset = encoded.latents.get(sample, bucket, flipped=flipped)
         key = earlier_latents_key(data, 0, sample, bucket, flipped=flipped)
@@ -333,7 +342,7 @@ def test_entries_under_keys_with_the_place_of_the_dataset_are_used(pets, tmp_pat
     """Of the version before this one, whose cache may refer to parts of a still earlier one."""
     data = data_of(pets, flip_probability=0.5)
     encoded = encode(Encoding(), data, tmp_path / "now")
-    bucket, located, parts = data.buckets[0], {}, {}
+    bucket, located, parts = data.order.buckets[0].bucket, {}, {}
     for sample, flipped in product(range(20), (False, True)):
         index = data.datasets[0].index
         name, etag = index.key(sample), index.etag(sample)

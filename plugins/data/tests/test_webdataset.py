@@ -141,12 +141,12 @@ def test_an_index_of_unchanged_shards_stays_and_a_replaced_image_of_the_same_siz
     pictures = [image(8, 8, "BMP") for _ in range(3)]
     shard(data / "a.tar", {"a.bmp": pictures[0], "a.txt": b"a", "b.bmp": pictures[1], "b.txt": b"b", "c.txt": b"c"})
     first, file = scanned()
-    before = [first.digests, *(first.numbers("content").tolist())]
+    before = [first.digests, first.content(0), first.content(1)]
     assert scanned()[1] == file
     shard(data / "a.tar", {"a.bmp": pictures[0], "a.txt": b"a", "b.bmp": pictures[2], "b.txt": b"b", "c.txt": b"c"})
     second, file = scanned()
-    assert second.numbers("content").tolist()[0] == before[1]
-    assert second.numbers("content").tolist()[1] != before[2]
+    assert second.content(0) == before[1]
+    assert second.content(1) != before[2]
     assert (second.digests.keys, second.digests.captions) == (before[0].keys, before[0].captions)
     assert second.digests.content != before[0].content
     again, other = scanned(metadata_options={"caption_extension": "json"})

@@ -189,7 +189,7 @@ def test_a_picture_that_breaks_is_replaced_by_the_next_and_recorded(pets: Path) 
 
 def test_all_ranks_know_which_forward_passes_have_regularisation_data(tmp_path: Path) -> None:
     a, b = fill(tmp_path / "a", 20), fill(tmp_path / "b", 3)
-    specs = (*specs_of(a), *specs_of(b, is_regularization_data=True))
+    specs = (*specs_of(a), *specs_of(b, is_regularisation_data=True))
     shape = BatchShape(train_batch_size=8, ranks=1, accumulation=1)
     data = prepare(build_datasets(specs, Catalog()), DataRules(seed=1, shape=shape, alignment=8))
     (b / "001.png").write_bytes(b"broken")

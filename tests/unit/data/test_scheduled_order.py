@@ -160,7 +160,7 @@ def test_buckets_that_need_another_dataset_are_left_out_until_it_begins(tmp_path
     data = data_of(photos, art)
     wide = Bucket(24, 8)
 
-    assert wide in data.buckets
+    assert wide in [content.bucket for content in data.order.buckets]
     assert {data.order.batch(position).bucket for position in range(8)} == {Bucket(16, 16)}
     assert wide in {data.order.batch(position).bucket for position in range(8, 14)}
     assert data.notices == (f"from step 1 on buckets are left out that do not fill a batch of 4: {wide} (2 samples)",)

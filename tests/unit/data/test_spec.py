@@ -10,7 +10,6 @@ import pytest
 
 from smalti.data.batch_check import BatchShape
 from smalti.data.datasets.parse import DataDefaults, load_backend_config, parse_datasets
-from smalti.data.datasets.simpletuner import REFUSED, UNSUPPORTED, WITHOUT_EFFECT
 from smalti.data.datasets.spec import Catalog, DatasetSpec, unused_caches
 from smalti.data.prepared import DataRules, crop_settings_of
 from smalti.errors import ConfigError
@@ -150,46 +149,6 @@ def test_an_unknown_key_names_the_nearest_one() -> None:
     assert problem_of(repaets=2) == "data.json: dataset 'pets': unknown key 'repaets'\n    fix: did you mean repeats?"
 
 
-def test_a_batch_size_of_a_dataset_is_refused_with_the_way_out() -> None:
-    assert "all datasets share one batch size" in problem_of(train_batch_size=4)
-
-
-def test_keys_without_effect_are_accepted_with_a_notice() -> None:
-    notices = spec_of(preserve_data_backend_cache=True, delete_problematic_images=True).notices
-
-    assert len(notices) == 2
-    assert "nothing is ever deleted" in notices[1]
-
-
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [(key, value) for key, one in {**WITHOUT_EFFECT, **REFUSED}.items() for value in (*one.same, "", None, {})],
-)
-def test_an_external_key_that_asks_for_what_happens_is_accepted_silently(key: str, value: object) -> None:
-    assert spec_of(**{key: value}).notices == ()
-
-
-@pytest.mark.parametrize("key", REFUSED)
-def test_an_external_key_that_changes_what_is_trained_on_is_refused_with_a_way_out(key: str) -> None:
-    told = problem_of(**{key: {"enabled": True, "count": 3}})
-
-    assert told.startswith(f"data.json: dataset 'pets': {key} is not supported for a dataset: {REFUSED[key].why}\n    fix: ")
-
-
-def test_comments_and_keys_of_sources_that_are_not_chosen_are_no_errors() -> None:
-    notices = spec_of(**{"_comment": "x", "//": "y", "aws_region_name": "eu", "huggingface": {"streaming": True}}).notices
-
-    assert [notice.split(": ", 2)[2].split()[0] for notice in notices] == ["aws_region_name", "huggingface"]
-
-
-@pytest.mark.parametrize(("key", "value"), [(key, value) for key, values in UNSUPPORTED.items() for value in values])
-def test_a_value_that_is_not_supported_yet_is_named_with_what_to_do(key: str, value: str) -> None:
-    _, problems = parse({**PETS, key: value.upper()}, {**PETS, "id": "others"})
-
-    fix = UNSUPPORTED[key][value]
-    assert problems == [f"data.json: dataset 'pets': {key} {value!r} is not supported yet\n    fix: {fix}"]
-
-
 def test_a_cache_in_a_storage_of_a_plugin_that_is_not_active_names_the_plugin() -> None:
     cache = {"id": "texts", "type": "aws", "dataset_type": "text_embeds", "aws_bucket_name": "b", "default": True}
     _, problems = parse(PETS, cache)
@@ -200,30 +159,6 @@ def test_entries_of_caches_that_nothing_uses_are_named() -> None:
     texts = {"id": "texts", "dataset_type": "text_embeds", "cache_dir": "c", "default": True}
     specs, _ = parse(PETS, texts, {**texts, "id": "others", "default": False})
     assert "without effect: others; texts are cached where the default text_embeds entry says" in unused_caches(specs)[0]
-
-
-def test_json_is_another_name_of_discovery_in_a_file_of_simpletuner() -> None:
-    texts = {"id": "texts", "dataset_type": "text_embeds", "default": True, "cache_dir": "c"}
-    specs, _ = parse({**PETS, "metadata_backend": "json"}, texts)
-    with_table, _ = parse({**PETS, "metadata_backend": "json", "json": {"path": "t.jsonl"}}, texts)
-
-    assert (specs[0].metadata_backend, specs[0].caption_strategy) == ("discovery", "textfile")
-    assert "is read as 'discovery'" in specs[0].notices[0]
-    assert (with_table[0].metadata_backend, with_table[0].notices) == ("json", ())
-
-
-def test_images_are_not_stretched_by_a_file_of_simpletuner() -> None:
-    texts = {"id": "texts", "dataset_type": "text_embeds", "default": True, "cache_dir": "c"}
-    sizes = {"maximum_image_size": 512, "target_downsample_size": 2048}
-    (spec, _), _ = parse({**PETS, **sizes, "crop": "false", "crop_style": "corner", "crop_aspect": "square"}, texts)
-
-    assert (spec.crop, spec.crop_aspect, spec.crop_style, spec.maximum_image_size) == (True, "preserve", "corner", 0)
-    assert "crop: false is read as crop_aspect: preserve" in spec.notices[0]
-    assert spec_of(crop=False).crop is False
-
-
-def test_the_former_name_of_discovery_is_known() -> None:
-    assert spec_of(metadata_backend="filesystem").metadata_backend == "discovery"
 
 
 def test_an_id_may_have_spaces_and_letters_of_any_script() -> None:
@@ -307,7 +242,7 @@ def test_every_problem_of_every_entry_is_reported() -> None:
         "unknown key 'colour'",
         "this id is used twice",
         "entry 5: id is missing",
-        "dataset_type 'video' is not supported yet\n    fix: set disabled: true in this entry",
+        "dataset_type cannot be 'video'\n    fix: give one of image, eval, text_embeds, image_embeds",
         "needs an instance_prompt",
     ):
         assert words in told
@@ -325,7 +260,7 @@ def test_an_unknown_caption_strategy_names_the_known_ones() -> None:
 
 def test_a_storage_that_does_not_exist_yet_is_no_advice_to_install_it() -> None:
     told = problem_of(type="webshart")
-    assert ("metadata_backend: webdataset" in told, "pip install" in told) == (True, False)
+    assert ("type: 'webshart' is unknown" in told, "pip install" in told) == (True, False)
 
 
 def test_a_storage_of_a_plugin_that_is_not_active_names_the_plugin() -> None:
@@ -382,7 +317,7 @@ def test_columns_of_the_json_table_can_be_named() -> None:
 def test_entries_for_caches_are_kept_apart() -> None:
     specs, problems = parse(
         {**PETS, "text_embeds": "te", "image_embeds": "ie"},
-        {"id": "te", "dataset_type": "text_embeds", "default": True, "cache_dir": "c", "write_batch_size": 8},
+        {"id": "te", "dataset_type": "text_embeds", "default": True, "cache_dir": "c"},
         {"id": "ie", "dataset_type": "image_embeds"},
     )
 

@@ -167,7 +167,7 @@ class Translation:
 
 
 class Dialect:
-    """How another trainer spells options: names and values, and the defaults of its files. This class changes nothing.
+    """How another trainer spells options and datasets, and the defaults of its files. This class changes nothing.
 
     `trainer` names the trainer in messages, and `otherwise` says there how not to use its defaults.
     """
@@ -201,6 +201,20 @@ class Dialect:
     def translate_chosen(self, given: Mapping[str, object]) -> Translation:
         """What the values that won over those of weaker sources mean here: other values of these, and of options not given."""
         return Translation()
+
+    def translate_dataset(
+        self,
+        entry: Mapping[str, object],
+        entries: Sequence[Mapping[str, object]],
+        known: Mapping[str, Collection[str]],
+        option: Callable[[str], object],
+    ) -> Sequence[Translation]:
+        """What one of the `entries` of a data file means here: datasets, each as `rest`; problems alone if it cannot be read.
+
+        `known` has the keys that this entry may have under "", and the storages under "type". `option` returns the value of an
+        option, None where there is no configuration. Placeholders in paths are filled in, and comments removed.
+        """
+        return [Translation(rest=entry)]
 
     def page(self, schema: Schema) -> str:
         """What becomes of each option of that trainer, as Markdown."""

@@ -2,13 +2,7 @@ from .batch_check import BatchShape as BatchShape, BucketCount as BucketCount
 from .buckets import Bucket as Bucket, CropSettings as CropSettings
 from .dataset import Dataset as Dataset
 from .datasets.captions import depends_on_text_file as depends_on_text_file
-from .datasets.parse import DataDefaults as DataDefaults, parse_datasets as parse_datasets
-from .datasets.simpletuner import (
-    REFUSED as REFUSED,
-    UNSUPPORTED as UNSUPPORTED,
-    WITHOUT_EFFECT as WITHOUT_EFFECT,
-    is_comment as is_comment,
-)
+from .datasets.parse import DataDefaults as DataDefaults, is_comment as is_comment, parse_datasets as parse_datasets
 from .datasets.sources import (
     LISTED as LISTED,
     Listed as Listed,
@@ -29,6 +23,7 @@ from .datasets.spec import (
     latents_entry as latents_entry,
     own_texts_entry as own_texts_entry,
     texts_entry as texts_entry,
+    unused_caches as unused_caches,
 )
 from .datasets.wrong_values import wrong_values as wrong_values
 from .encoded import (
@@ -49,7 +44,6 @@ from .from_options import (
     dataset_specs as dataset_specs,
     load_data as load_data,
     ranks_scan as ranks_scan,
-    scan_buckets as scan_buckets,
     scan_data as scan_data,
     scan_entry as scan_entry,
     scan_progress as scan_progress,
@@ -66,7 +60,12 @@ from .order import (
     Version as Version,
 )
 from .plan.bucket_rows import known_buckets as known_buckets
-from .prepared import PreparedData as PreparedData, build_datasets as build_datasets, crop_settings_of as crop_settings_of
+from .prepared import (
+    PreparedData as PreparedData,
+    build_datasets as build_datasets,
+    crop_settings_of as crop_settings_of,
+    prepare as prepare,
+)
 from .scan.build import (
     Kept as Kept,
     MakeRows as MakeRows,
@@ -90,9 +89,7 @@ from .sources.unchanged import (
     FILES as FILES,
     ListedOnce as ListedOnce,
     ListingDigest as ListingDigest,
-    file_identity as file_identity,
     rebatched as rebatched,
-    stored_identity as stored_identity,
     visible as visible,
 )
 from .storage.columns import file_columns as file_columns

@@ -26,7 +26,7 @@ class Dataset:
     skipped_files: Mapping[str, int] = field(default_factory=dict)
     """Numbers of files that are not samples, by extension; only set by a scan."""
     source_notices: tuple[str, ...] = ()
-    """About the names of its folders, and what its source reports; only set by a scan."""
+    """What its source reports; only set by a scan."""
 
     def read(self, row: int) -> bytes:
         """The file of an image. Raises a StorageError, or BadSampleError for an image in a damaged archive."""

@@ -52,7 +52,15 @@ def dataset_specs(config: Config, catalog: Catalog) -> tuple[DatasetSpec, ...]:
     defaults = DataDefaults(**{each.name: getattr(options, each.name) for each in fields(DataDefaults)})
     output = config[RunOptions].output_dir
     placeholders = {"model_family": config[ModelOptions].model_family, "output_dir": str(output) if output else None}
-    specs, problems = parse_datasets(entries, where=where, defaults=defaults, catalog=catalog, placeholders=placeholders)
+    specs, problems = parse_datasets(
+        entries,
+        where=where,
+        defaults=defaults,
+        catalog=catalog,
+        placeholders=placeholders,
+        dialect=config.schema.dialect,
+        option=config.value,
+    )
     problems = (*problems, *_unused_prompt(config, specs), *_overlapping_folders(config, specs))
     if problems:
         raise ConfigError(problems)
@@ -172,25 +180,6 @@ def _check_shuffled_reads(config: Config, datasets: Sequence[Dataset], rules: Da
             problems.append(Problem(message=message, where=f"dataset {dataset.spec.id!r}", fix=fix))
     if problems:
         raise ConfigError(problems)
-
-
-def scan_buckets(
-    config: Config, plugins: Plugins, alignment: int, directory: Path | None, progress: Scan | None = None
-) -> tuple[PreparedData, BatchShape, tuple[str, ...]]:
-    """Like `scan_data` for the training datasets, with buckets that cannot fill a batch as they are.
-
-    Returns also the shape of a batch, and what a run says about such buckets.
-    """
-    catalog = catalog_of(plugins)
-    specs, rules = dataset_specs(config, catalog), data_rules(config, plugins, alignment)
-    datasets = build_datasets(specs, catalog, directory, progress)
-    one = replace(rules, shape=BatchShape(train_batch_size=1, ranks=1, accumulation=1))
-    data = prepare(datasets, one, notices=unused_caches(specs), directory=directory)
-    try:
-        notices = prepare(datasets, rules, notices=unused_caches(specs), directory=directory).notices
-    except PreflightError as error:
-        notices = (*data.notices, f"a run ends here: {error.message.splitlines()[0]}")
-    return data, rules.shape, notices
 
 
 def scan_entry(config: Config, plugins: Plugins) -> ScanEntry | None:

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -162,7 +162,11 @@ class Order:
 
     def changed_to(self, *, version: Version | None = None, beginning: Beginning | None = None) -> Order:
         """The same samples in another version of the order, or from another beginning."""
-        return Order(self.buckets, seed=self.seed, effective_batch=self.effective_batch, version=version, beginning=beginning)
+        return type(self)(self.buckets, version=version, beginning=beginning, **self._settings())
+
+    def _settings(self) -> dict[str, Any]:
+        """What is the same in every version of the order."""
+        return {"seed": self.seed, "effective_batch": self.effective_batch}
 
     def batch(self, position: int) -> GlobalBatch:
         """The global batch at a position, 0 being the first of the run."""

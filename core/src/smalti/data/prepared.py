@@ -16,14 +16,10 @@ from itertools import accumulate, chain, islice, product
 from pathlib import Path
 from typing import Literal
 
-import numpy as np
-from numpy.typing import NDArray
-
 from smalti.data.batch_check import BatchShape, BucketCount, Share
 from smalti.data.buckets import Bucket, CropSettings
 from smalti.data.dataset import Dataset, Sample
 from smalti.data.datasets.captions import NO_TEXT_FILE
-from smalti.data.datasets.kohya_folders import numbered, unread_names_notice
 from smalti.data.datasets.spec import Catalog, DatasetSpec
 from smalti.data.order import BucketSamples, Order, Part
 from smalti.data.plan.bucket_rows import BucketRows, rows_by_bucket
@@ -104,24 +100,6 @@ class PreparedData:
         return int(sum(content.per_epoch for content in self.order.buckets))
 
     @property
-    def buckets(self) -> tuple[Bucket, ...]:
-        """All buckets, in the order of `bucket_numbers`."""
-        return tuple(content.bucket for content in self.order.buckets)
-
-    def bucket_numbers(self, dataset: int, start: int, stop: int) -> NDArray[np.int16]:
-        """Returns the buckets of the rows from `start` to `stop` of a dataset; -1 for a row that is not trained on."""
-        stop = min(stop, len(self.datasets[dataset].index))
-        numbers = np.full(max(0, stop - start), -1, dtype=np.int16)
-        for number, content in enumerate(self.order.buckets):
-            for part in content.parts:
-                if part.dataset == dataset and len(numbers):
-                    # Numbers of the rows' own type: otherwise all rows would be converted first.
-                    first, last = np.searchsorted(part.rows, np.array([start, stop - 1], dtype=np.uint32))
-                    rows = part.rows[first : last + 1]
-                    numbers[rows[rows < stop].astype(np.int64) - start] = number
-        return numbers
-
-    @property
     def indexes(self) -> tuple[DatasetIndex, ...]:
         return tuple(dataset.index for dataset in self.datasets)
 
@@ -175,9 +153,8 @@ def build_datasets(
         index = build_index(spec, storage, source, cache, progress(spec.id) if progress else None, make_rows)
         if directory:
             write_quarantine(directory / f"{spec.file_name}.quarantine.jsonl", index.quarantined)
-        skipped, notices = dict(source.skipped_files), (*unread_names_notice(spec), *source.notices)
-        one = Dataset(spec=spec, storage=storage, source=source, index=index, skipped_files=skipped, source_notices=notices)
-        datasets.append(one)
+        one = Dataset(spec=spec, storage=storage, source=source, index=index)
+        datasets.append(replace(one, skipped_files=dict(source.skipped_files), source_notices=tuple(source.notices)))
     return tuple(datasets)
 
 
@@ -402,12 +379,10 @@ def _check_captions_exist(datasets: Iterable[Dataset]) -> None:
     for dataset in datasets:
         unusable = dataset.index.unusable == len(dataset.index)
         if unusable and all(item.reason.startswith(NO_TEXT_FILE) for item in dataset.index.quarantined):
-            folder = Path(dataset.storage.location, dataset.index.key(0)).parent
-            kohya = ", or --kohya_folders to use the names of the folders" if numbered(folder) else ""
             raise PreflightError(
                 f"No captions found: none of the {len(dataset.index)} images in {dataset.storage.location} has a text file.",
                 fix="add NAME.txt beside each image, or use --caption_strategy=filename, or --caption_strategy=instanceprompt"
-                f" with --instance_prompt=TEXT{kohya}",
+                f" with --instance_prompt=TEXT{''.join(f'; {notice}' for notice in dataset.spec.notices)}",
             )
 
 

@@ -16,12 +16,9 @@ import os
 import re
 import secrets
 import shutil
-from functools import partial
 from pathlib import Path
-from typing import BinaryIO
 
 Block = bytes | memoryview
-_COPIED = 1 << 20  # bytes at once
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(?:([KMGT])(I?B)?)?")
 
 
@@ -129,7 +126,7 @@ def remove_tree(path: Path) -> None:
     remove_directory(path)
 
 
-def atomic_write(path: Path, data: bytes | BinaryIO, *, mode: int | None = None) -> None:
+def atomic_write(path: Path, data: bytes | io.BufferedReader, *, mode: int | None = None) -> None:
     """Write `data` to `path` atomically: readers find the old contents or the new ones, also after a power failure.
 
     A file is copied from its place on, in bounded memory. The directory must exist. Raises OSError and keeps the old file if
@@ -140,7 +137,7 @@ def atomic_write(path: Path, data: bytes | BinaryIO, *, mode: int | None = None)
         with create(draft) as file:
             if mode is not None:
                 os.fchmod(file.fileno(), mode)
-            for block in (data,) if isinstance(data, bytes) else iter(partial(data.read, _COPIED), b""):
+            for block in (data,) if isinstance(data, bytes) else iter(lambda: data.read(1 << 20), b""):
                 write(file, block)
             sync(file)
         rename(draft, path)

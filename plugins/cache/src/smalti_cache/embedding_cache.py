@@ -111,7 +111,7 @@ class CachedLatents:
         sizes: NDArray[np.int64],
     ) -> Hasher:
         """Returns a hasher that has everything that present and earlier keys have in common."""
-        buckets = self.data.buckets
+        buckets = [content.bucket for content in self.data.order.buckets]
         frames = np.array([(bucket.width, bucket.height) for bucket in buckets], dtype=np.int64)[numbers]
         hasher = Hasher(len(numbers), *constants).texts(columns["key"]).texts(columns["etag"])
         hasher.numbers(frames[:, 0]).numbers(frames[:, 1])

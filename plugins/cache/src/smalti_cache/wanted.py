@@ -28,6 +28,23 @@ _PASS = 1 << 19
 _ORDINALS = 1 << 16
 
 
+def bucket_numbers(data: PreparedData, dataset: int, start: int, stop: int) -> NDArray[np.int16]:
+    """The buckets of the rows from `start` to `stop` of a dataset, by their places in `order.buckets`.
+
+    -1 is for a row that is not trained on.
+    """
+    stop = min(stop, len(data.datasets[dataset].index))
+    numbers = np.full(max(0, stop - start), -1, dtype=np.int16)
+    for number, content in enumerate(data.order.buckets):
+        for part in content.parts:
+            if part.dataset == dataset and len(numbers):
+                # Numbers of the rows' own type: otherwise all rows would be converted first.
+                first, last = np.searchsorted(part.rows, np.array([start, stop - 1], dtype=np.uint32))
+                rows = part.rows[first : last + 1]
+                numbers[rows[rows < stop].astype(np.int64) - start] = number
+    return numbers
+
+
 @dataclass(frozen=True, kw_only=True)
 class Image:
     """An image to encode, as it is or mirrored, and the key for its latents."""
@@ -94,7 +111,7 @@ class WantedImages:
             for place in np.lexsort((which, rows)).tolist():
                 yield Image(
                     sample=offset + int(rows[place]),
-                    bucket=self._data.buckets[buckets[place]],
+                    bucket=self._data.order.buckets[buckets[place]].bucket,
                     key=keys.key(place),
                     flipped=variants[which[place]][1],
                 )
@@ -115,7 +132,7 @@ class WantedImages:
         index = self._data.datasets[chunk.dataset].index
         for start, columns in slices(index, (*IMAGE_COLUMNS, "width", "height"), chunk.start, chunk.stop):
             sizes = np.column_stack([columns[name].to_numpy().astype(np.int64) for name in ("width", "height")])
-            yield start, columns, self._data.bucket_numbers(chunk.dataset, start, start + len(sizes)), sizes
+            yield start, columns, bucket_numbers(self._data, chunk.dataset, start, start + len(sizes)), sizes
 
     def _adopt_keys(self, store: PackStore, chunk: Chunk) -> set[Key]:
         """Add references to entries that are there under earlier keys; returns their present keys."""
@@ -254,7 +271,7 @@ class WantedTexts:
             dataset = data.datasets[number]
             for start, columns in slices(dataset.index, ("captions",), 0, len(dataset.index)):
                 captions = columns["captions"]
-                used = data.bucket_numbers(number, start, start + len(captions)) >= 0
+                used = bucket_numbers(data, number, start, start + len(captions)) >= 0
                 if dataset.caption_policy.keeps_captions:
                     texts, counts = captions.flatten(), np.diff(captions.offsets.to_numpy())
                 else:

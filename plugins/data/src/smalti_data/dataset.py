@@ -4,23 +4,27 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import click
 
-from smalti import UserError
+from smalti import PreflightError, UserError
 from smalti.cli import CommandLine, Group
 from smalti.config import Config, DataOptions, ModelOptions, RunOptions
 from smalti.data import (
+    BatchShape,
     Dataset,
+    PreparedData,
     Progress,
     Scan,
     build_datasets,
     catalog_of,
     data_rules,
     dataset_specs,
-    scan_buckets,
+    prepare,
     scan_data,
+    unused_caches,
 )
 from smalti.plugins import Plugins
 from smalti_data import dataset_report as report
@@ -119,7 +123,7 @@ def buckets(arguments: tuple[str, ...], as_json: bool, shows: bool) -> None:
     """
     config, plugins = _load(arguments)
     alignment, notices = _alignment(config, plugins)
-    data, shape, outcome = scan_buckets(config, plugins, alignment, _directory(config), _progress(shows))
+    data, shape, outcome = _scanned_buckets(config, plugins, alignment, _progress(shows))
     notices += [*config.notices, *outcome]
     _show(report.buckets(data, shape, notices) if as_json else report.buckets_text(data, shape, notices))
 
@@ -208,3 +212,19 @@ def _described(one: Dataset) -> dict[str, object]:
         "quarantined": [{"key": item.key, "reason": item.reason} for item in one.index.quarantined],
         "notices": list(one.notices),
     }
+
+
+def _scanned_buckets(
+    config: Config, plugins: Plugins, alignment: int, progress: Scan | None
+) -> tuple[PreparedData, BatchShape, tuple[str, ...]]:
+    """The training datasets with buckets that cannot fill a batch as they are, the shape of a batch, and what a run says."""
+    catalog, directory = catalog_of(plugins), _directory(config)
+    specs, rules = dataset_specs(config, catalog), data_rules(config, plugins, alignment)
+    datasets, unused = build_datasets(specs, catalog, directory, progress), unused_caches(specs)
+    one = replace(rules, shape=BatchShape(train_batch_size=1, ranks=1, accumulation=1))
+    data = prepare(datasets, one, notices=unused, directory=directory)
+    try:
+        notices = prepare(datasets, rules, notices=unused, directory=directory).notices
+    except PreflightError as error:
+        notices = (*data.notices, f"a run ends here: {error.message.splitlines()[0]}")
+    return data, rules.shape, notices

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import types
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -13,11 +12,10 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from smalti.cli import Command
-from smalti.data import REFUSED, UNSUPPORTED, WITHOUT_EFFECT
 from smalti_data.keys import DATASET_KEYS
 
 SECTIONS: Mapping[str, tuple[str, ...]] = {
-    "Images": ("id", "type", "dataset_type", "instance_data_dir", "kohya_folders", "metadata_backend", "json"),
+    "Images": ("id", "type", "dataset_type", "instance_data_dir", "metadata_backend", "json"),
     "Captions": (
         "caption_strategy",
         "caption_extension",
@@ -60,7 +58,7 @@ SECTIONS: Mapping[str, tuple[str, ...]] = {
         "end_step",
         "max_num_samples",
     ),
-    "Caches": ("cache_dir_vae", "image_embeds", "text_embeds", "default", "cache_dir"),
+    "Caches": ("cache_dir_vae", "image_embeds", "text_embeds", "default", "cache_dir", "preserve_data_backend_cache"),
 }
 """Every key in the section under which it is shown."""
 
@@ -75,7 +73,7 @@ def reference() -> None:
 
 
 def dataset_reference() -> str:
-    """Returns the page: all keys of a dataset entry, with those that have no effect and those that are refused."""
+    """Returns the page: all keys of a dataset entry."""
     return "\n".join(_lines()) + "\n"
 
 
@@ -88,24 +86,6 @@ def _lines() -> Iterator[str]:
         if title:
             note = ("In the entry or its `huggingface` block, with those above.", "") if "huggingface" in title else ()
             yield from ("", f"### {title}", "", *note, *_table(fields.items()))
-    yield from (
-        "",
-        "### Keys of SimpleTuner without an effect",
-        "",
-        "A notice says why, except for the value in the second column.",
-    )
-    yield from ("", "| key | accepted silently | why |", "|---|---|---|")
-    yield from (f"| `{key}` | {_silent(one.same)} | {one.why} |" for key, one in WITHOUT_EFFECT.items())
-    yield from ("", "### Keys of SimpleTuner that are refused", "")
-    yield "They change what is trained on. A value in the second column is accepted, because it changes nothing."
-    yield from ("", "| key | accepted | why | what to do |", "|---|---|---|---|")
-    yield from (f"| `{key}` | {_silent(one.same)} | {one.why} | {one.fix} |" for key, one in REFUSED.items())
-    yield from ("", "### Values of SimpleTuner that are not supported yet", "", "| key | value | what to do |", "|---|---|---|")
-    yield from (f"| `{key}` | `{value}` | {fix} |" for key, values in UNSUPPORTED.items() for value, fix in values.items())
-
-
-def _silent(values: Iterable[object]) -> str:
-    return ", ".join(f"`{json.dumps(value)}`" for value in values)
 
 
 def _table(fields: Iterable[tuple[str, FieldInfo]]) -> Iterator[str]:

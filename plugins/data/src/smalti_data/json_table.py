@@ -21,9 +21,8 @@ from smalti.data import (
     MetadataSource,
     MissingFileError,
     Storage,
-    file_identity,
-    stored_identity,
 )
+from smalti_data.identity import file_identity, stored_identity
 from smalti_data.json_lines import LINES, Lines, blocks_of
 from smalti_data.tables.columns import ROWS, TableColumns
 from smalti_data.tables.table_source import Table, TableSource

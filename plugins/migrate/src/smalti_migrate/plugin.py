@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from smalti import CommandCollector, OptionGroup, hookimpl
-from smalti_migrate.simpletuner.dialect import GROUP
+from smalti_migrate.simpletuner.dialect import GROUPS
 
 
 class Migrate:
     @hookimpl
     def declare_options(self) -> list[OptionGroup]:
-        return [GROUP]
+        return [*GROUPS]
 
     @hookimpl
     def register_commands(self, commands: CommandCollector) -> None:

@@ -32,11 +32,6 @@ class DataOptions(Options):
     instance_data_dir: Path | None = option(
         None, help="Folder of images, each with its caption in NAME.txt. Replaces a dataset file for a single dataset."
     )
-    kohya_folders: bool = option(
-        False,
-        help="Read folders such as `10_zwx cat` as kohya's trainer does: 10 visits in an epoch, and `zwx cat` as caption.",
-        level="advanced",
-    )
     caption_strategy: str = option(
         "textfile",
         help="Source of captions: textfile (NAME.txt), filename, instanceprompt, or the metadata backend of the "

@@ -9,25 +9,15 @@ from __future__ import annotations
 import codecs
 import json
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from pydantic import ValidationError
 
-from smalti.config import package_of_storage
+from smalti.config import Dialect, package_of_command, package_of_storage
 from smalti.data.buckets import CropAspect, CropStyle, ResolutionType
-from smalti.data.datasets import simpletuner
-from smalti.data.datasets.kohya_folders import KohyaLayout, kohya_entries, kohya_layout, left_out_notices
-from smalti.data.datasets.spec import (
-    DATASET_TYPES,
-    ENTRY_KEYS,
-    TYPES_WITH_IMAGES,
-    Catalog,
-    DatasetSpec,
-    absolute_path,
-    file_name_of,
-)
+from smalti.data.datasets.spec import CACHE_TYPES, ENTRY_KEYS, TYPES_WITH_IMAGES, Catalog, DatasetSpec, file_name_of
 from smalti.data.datasets.wrong_values import wrong_sizes, wrong_values
 from smalti.errors import ConfigError, Problem, did_you_mean
 from smalti.system import parse_json
@@ -103,7 +93,6 @@ class DataDefaults:
 
     caption_strategy: str = "textfile"
     instance_prompt: str | None = None
-    kohya_folders: bool = False
     resolution: float = 1024.0
     resolution_type: ResolutionType = "pixel_area"
     crop: bool | None = None
@@ -142,26 +131,31 @@ def parse_datasets(
     defaults: DataDefaults,
     catalog: Catalog | None = None,
     placeholders: Mapping[str, str | None] | None = None,
+    dialect: Dialect = Dialect(),  # noqa: B008 - it has no state
+    option: Callable[[str], object] = lambda name: None,
 ) -> tuple[tuple[DatasetSpec, ...], tuple[Problem, ...]]:
     """Check dataset entries; returns the enabled ones, in order of their ids, and every problem found.
 
     The first part holds only entries without a problem, so use it only when the second is empty. `where` names the source
     for messages; `catalog` says which storages and metadata backends there are (the built-in ones if not given);
-    `placeholders` are values of those in paths, except {id}.
+    `placeholders` are values of those in paths, except {id}; `dialect` reads entries in the spelling of another trainer, with
+    the value of an `option` of the run.
     """
     parser = _EntryParser(
         where=where,
         defaults=defaults,
         catalog=catalog or Catalog(),
         placeholders=placeholders or {},
-        simpletuner=simpletuner.is_simpletuner(entries),
+        entries=entries,
+        dialect=dialect,
+        option=option,
     )
     enabled = [(position, entry) for position, entry in enumerate(entries) if not _disabled(entry)]
     for position, entry in enabled:
         parser.read(position, entry)
     parser.check_references()
-    trained = (None, "", "image", *simpletuner.UNSUPPORTED["dataset_type"])  # the latter are reported already
-    if not any(entry.get("dataset_type") in trained for _, entry in enabled):
+    others = ("eval", *CACHE_TYPES)  # any but these is "image", or reported already
+    if all(entry.get("dataset_type") in others for _, entry in enabled):
         parser.problems.append(
             Problem(message="no dataset with images is enabled", where=where, fix="add a dataset with images, or enable one")
         )
@@ -170,13 +164,15 @@ def parse_datasets(
 
 @dataclass(kw_only=True)
 class _EntryParser:
-    """Parses entries one by one, and collects their problems. `simpletuner`: the file is spelled for SimpleTuner."""
+    """Parses entries one by one, and collects their problems."""
 
     where: str
     defaults: DataDefaults
     catalog: Catalog
     placeholders: Mapping[str, str | None]
-    simpletuner: bool
+    entries: Sequence[Mapping[str, object]]
+    dialect: Dialect
+    option: Callable[[str], object]
     specs: list[DatasetSpec] = field(default_factory=list)
     problems: list[Problem] = field(default_factory=list)
     ids: dict[str, object] = field(default_factory=dict)
@@ -187,39 +183,23 @@ class _EntryParser:
         place = f"{self.where}: dataset {name!r}" if isinstance(name, str) else f"{self.where}: entry {position + 1}"
         if isinstance(name, str):
             self._check_id(place, name)
-        given = {key: value for key, value in entry.items() if not simpletuner.is_comment(key) and value not in (None, "")}
-        if self._is_unsupported(place, given):
-            return
+        given = {key: value for key, value in entry.items() if not is_comment(key) and value not in (None, "")}
         given, problems = fill_placeholders(given, self.placeholders, place)
-        self.problems += problems
-        if (layout := self._kohya_layout(place, given)) is None:
-            self._parse(place, given)
-            return
-        for number, one in enumerate(kohya_entries(given, layout)):
-            self._check_id(place, str(one["id"]))
-            self._parse(place, one, left_out_notices(str(name), layout) if number == 0 else ())
+        found = self.dialect.translate_dataset(given, self.entries, self._known(given), self.option)
+        for one in found:
+            self.problems += [replace(problem, where=place) for problem in one.problems]
+        readable = [one for one in found if one.rest or not one.problems]
+        self.problems += problems if readable else ()  # else they follow from what cannot be read
+        for one in readable:
+            if (made := one.rest.get("id")) != given.get("id"):
+                self._check_id(place, str(made))
+            self._parse(place, one.rest, [f"{place}: {key} {text}" for key, text in one.notices])
 
-    def _kohya_layout(self, place: str, entry: Mapping[str, object]) -> KohyaLayout | None:
-        """Returns the numbered folders of an entry that asks for them, else None."""
-        folder, kind = entry.get("instance_data_dir"), entry.get("dataset_type", "image")
-        if (
-            not _is_on(entry.get("kohya_folders", self.defaults.kohya_folders))
-            or kind != "image"
-            or not isinstance(folder, str)
-        ):
-            return None
-        if "repeats" in entry:
-            message = "kohya_folders takes the repeats from the names of the folders, and the entry has repeats too"
-            self._add_problem(place, message, "remove one of them")
-        try:
-            layout = kohya_layout(absolute_path(Path(folder)))
-        except ValueError:
-            return None  # reported when the entry is checked
-        if layout is not None:
-            return layout
-        message = f"kohya_folders: no folder with a name like '10_zwx cat' in {folder}"
-        self._add_problem(place, message, "check instance_data_dir, or remove kohya_folders")
-        return None
+    def _known(self, entry: Mapping[str, object]) -> dict[str, Collection[str]]:
+        """The keys of an entry under "", and the storages under the key `type`."""
+        storage = self.catalog.storages.get(str(entry.get("type", "local")))
+        keys = (*ENTRY_KEYS, *SWITCHES, *(storage.keys if storage else ()))
+        return {"": keys, "type": self.catalog.storages.keys()}
 
     def _parse(self, place: str, entry: Mapping[str, object], notices: Sequence[str] = ()) -> None:
         """Adds the dataset of an entry whose placeholders are filled, or one for each of its resolutions."""
@@ -274,48 +254,39 @@ class _EntryParser:
             message = f"the files of this dataset and of {other!r} have the same name, {file_name!r}"
         self._add_problem(place, message, "give every dataset an id of its own")
 
-    def _is_unsupported(self, place: str, entry: Mapping[str, object]) -> bool:
-        """Reports an entry of a kind or storage that is not supported yet: once, as its other keys follow from that."""
-        for key, known in (("dataset_type", DATASET_TYPES), ("type", tuple(self.catalog.storages))):
-            value = str(entry.get(key, "")).lower()
-            if value in simpletuner.UNSUPPORTED[key] and value not in known:
-                self._add_unsupported(place, key, value)
-                return True
-        return False
-
     def _split_keys(self, place: str, entry: Mapping[str, object], found: Sequence[str]) -> dict[str, object]:
         """Returns all values of an entry: with defaults, keys of plugins apart, and notices, which begin with those `found`."""
-        storage = str(entry.get("type", "local"))
-        storage_keys = self.catalog.storages[storage].keys if storage in self.catalog.storages else ()
-        metadata, notices = self._metadata_backend(place, entry)
+        storage, known = str(entry.get("type", "local")), self._known(entry)[""]
+        metadata, notices = self._metadata_backend(place, entry), list(found)
         values: dict[str, object] = {key: value for key, value in vars(self.defaults).items() if value is not None}
         if metadata in self.catalog.tables:
             values["caption_strategy"] = metadata
         options: dict[str, object] = {}
-        for given, value in entry.items():
-            key = simpletuner.SAME_KEYS.get(given, given)
+        for key, value in entry.items():
             if key in ENTRY_KEYS:
                 values[key] = value
-            elif key in storage_keys:
-                options[key] = value
             elif key == metadata:
                 values["metadata_options"] = value
-            elif key not in SWITCHES:
-                notices += self._external(place, key, value, (*ENTRY_KEYS, *storage_keys))
+            elif key in known and key not in SWITCHES:
+                options[key] = value
+            elif key not in known and storage in self.catalog.storages:  # else it may be a key of the storage
+                self._add_unknown_key(place, key, known)
         block = entry.get(metadata)
         columns = {**(block if isinstance(block, Mapping) else {}), **options}.get("caption_column")
         if isinstance(columns, Mapping):
             values.setdefault("caption_weights", tuple(columns.values()))
         if _is_on(entry.get("crop", False)):
             values = {**_CROP_ALONE, **values}
-        elif self.simpletuner and "crop" in entry:
-            values |= simpletuner.WITHOUT_CROP
-            notices.append(f"{place}: crop: false is read as crop_aspect: preserve, since SimpleTuner does not stretch images")
+        elif "crop" in entry:
+            self._check_stretched(place)
+        if _is_on(entry.get("preserve_data_backend_cache", False)):
+            why = "an unchanged listing keeps the index anyway, and nothing is deleted"
+            notices.append(f"{place}: preserve_data_backend_cache has no effect: {why}")
         if str(values.get("crop_aspect", "")).lower() not in ("closest", "random"):
             unused = [key for key in ("crop_aspect_buckets", "max_upscale_threshold") if entry.get(key)]
             notices += [f"{place}: {key} has no effect: it belongs to crop_aspect closest and random" for key in unused]
         values["metadata_backend"] = metadata
-        if metadata in WITH_TEXTS and str(values.get("caption_strategy")).lower() in ("textfile", "tar", "webshart"):
+        if metadata in WITH_TEXTS and str(values.get("caption_strategy")).lower() == "textfile":
             values["caption_strategy"] = metadata
         kind = values.setdefault("dataset_type", "image")
         self._check_choice(place, "type", storage, self.catalog.storages)
@@ -324,46 +295,41 @@ class _EntryParser:
                 self._check_choice(place, "metadata_backend", metadata, self.catalog.metadata)
             if storage == "local" and "instance_data_dir" not in values:
                 self._add_problem(place, "instance_data_dir is missing", "set it to the folder of the images")
-        self._drop_unsupported(place, values, "crop_style")
-        return {**values, "storage_options": options, "notices": (*found, *notices)}
+        return {**values, "storage_options": options, "notices": tuple(notices)}
 
-    def _metadata_backend(self, place: str, entry: Mapping[str, object]) -> tuple[str, list[str]]:
-        """Returns the metadata backend, and a notice where SimpleTuner has another name for it."""
+    def _metadata_backend(self, place: str, entry: Mapping[str, object]) -> str:
+        """Returns the metadata backend, which may follow from the storage."""
         name = str(entry.get("metadata_backend", "discovery")).lower()
-        name = simpletuner.SAME_BACKENDS.get(name, name)
         if name == "discovery" and str(entry.get("type", "")).lower() == "huggingface":
-            return "huggingface", []
+            return "huggingface"
         if str(entry.get("type", "")).lower() == "csv":
             if name not in ("discovery", "csv"):
                 message = f"metadata_backend {name!r}: the captions of type 'csv' are in its list"
                 self._add_problem(place, message, "remove metadata_backend, and set csv_caption_column")
-            return "csv", []
-        table = "json" in entry or str(entry.get("caption_strategy")).lower() == "json"
-        if name == "json" and self.simpletuner and not table:
-            message = f"{place}: metadata_backend 'json' is read as 'discovery', which it is in SimpleTuner"
-            return "discovery", [f'{message}; for a table of captions, add "json": {{"path": "metadata.jsonl"}}']
-        return name, []
+            return "csv"
+        return name
 
-    def _external(self, place: str, key: str, value: object, known: Collection[str]) -> list[str]:
-        """Returns the notices about a key that is none of an entry; adds a problem if it cannot be ignored."""
-        if one := simpletuner.WITHOUT_EFFECT.get(key):
-            return [] if one.accepts(value) else [f"{place}: {key} has no effect: {one.why}"]
-        if one := simpletuner.REFUSED.get(key):
-            if not one.accepts(value):
-                self._add_problem(place, f"{key} is not supported for a dataset: {one.why}", one.fix)
-        elif simpletuner.belongs_to_unsupported_source(key):
-            return [f"{place}: {key} has no effect: it belongs to another storage or metadata backend"]
-        else:
-            self._add_problem(place, f"unknown key {key!r}", _nearest_key(key, known))
-        return []
+    def _check_stretched(self, place: str) -> None:
+        """Adds a problem where `crop: false` may have the sense of another trainer, and nothing that knows it is active."""
+        if self._other_trainers and any(entry.get("dataset_type") == "text_embeds" for entry in self.entries):
+            message = "crop: false stretches images here, but not in files of SimpleTuner, which have a text_embeds entry too"
+            self._add_problem(place, message, f"set crop: true and crop_aspect: preserve; {self._other_trainers}")
 
-    def _drop_unsupported(self, place: str, values: dict[str, object], *keys: str) -> None:
-        """Reports values that are not supported yet, and removes them, so that they are not reported again."""
-        for key in keys:
-            value = str(values.get(key, "")).lower()
-            if value in simpletuner.UNSUPPORTED[key]:
-                self._add_unsupported(place, key, value)
-                del values[key]
+    def _add_unknown_key(self, place: str, key: str, known: Collection[str]) -> None:
+        """Only a spelling mistake has a near name: a name that is merely similar has another meaning."""
+        fix = did_you_mean(key.lower(), known, cutoff=0.8)
+        fix = fix or "; ".join(filter(None, ("remove it", "`smalti dataset reference` prints all keys", self._other_trainers)))
+        self._add_problem(place, f"unknown key {key!r}", fix)
+
+    @property
+    def _other_trainers(self) -> str:
+        """What reads entries in the spelling of other trainers, and how to get it; "" if it is active."""
+        package = package_of_command("config import")
+        return (
+            f"{package.distribution} reads those of other trainers: {package.fix}"
+            if package and not self.dialect.trainer
+            else ""
+        )
 
     def _check_captions(self, place: str, spec: DatasetSpec) -> None:
         strategy = spec.caption_strategy
@@ -389,18 +355,18 @@ class _EntryParser:
     def _check_choice(self, place: str, key: str, value: str, known: Collection[str]) -> None:
         if value in known:
             return
-        if value in simpletuner.UNSUPPORTED[key]:
-            self._add_unsupported(place, key, value)
-        elif package := package_of_storage(value):
+        if package := package_of_storage(value):
             self.problems.append(package.problem(f"{key}: {value!r} belongs to {package.distribution}", place))
         else:
             self._add_problem(place, f"{key}: {value!r} is unknown", _nearest_value(value, known))
 
-    def _add_unsupported(self, place: str, key: str, value: str) -> None:
-        self._add_problem(place, f"{key} {value!r} is not supported yet", simpletuner.UNSUPPORTED[key][value])
-
     def _add_problem(self, place: str, message: str, fix: str) -> None:
         self.problems.append(Problem(message=message, where=place, fix=fix))
+
+
+def is_comment(key: str) -> bool:
+    """Whether a key of an entry is a comment: "_comment", "//", "#"."""
+    return key.startswith(("_", "//", "#"))
 
 
 def _filtered(specs: Sequence[DatasetSpec]) -> Iterator[DatasetSpec]:
@@ -430,11 +396,6 @@ def _short_number(value: object) -> str:
         return f"{float(str(value)):g}"
     except ValueError:
         return str(value)
-
-
-def _nearest_key(name: str, known: Collection[str]) -> str:
-    """Only a spelling mistake has a near name: a name that is merely similar has another meaning."""
-    return did_you_mean(name.lower(), known, cutoff=0.8) or "remove it; `smalti dataset reference` prints all keys"
 
 
 def _nearest_value(name: str, known: Collection[str]) -> str:

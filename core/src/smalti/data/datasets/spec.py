@@ -77,7 +77,7 @@ def _aspects(value: object) -> object:
 
 
 def _aspect_of(table: Mapping[str, object]) -> object:
-    """SimpleTuner has three names of the key."""
+    """The key has three names in SimpleTuner."""
     return next((table[key] for key in ("aspect", "aspect_ratio", "aspect_bucket") if key in table), None)
 
 
@@ -182,11 +182,6 @@ class DatasetSpec(BaseModel):
 
     instance_data_dir: Folder | None = _key(
         None, help="The folder of images. Subfolders are read too; hidden files and folders are not."
-    )
-    kohya_folders: bool = _key(
-        False,
-        help="Read subfolders such as `10_zwx cat` as kohya's trainer does: a dataset each, seen 10 times in an epoch, with"
-        " `zwx cat` as the caption of images without a text file. Default: the option.",
     )
     metadata_backend: Word = _key(
         "discovery",
@@ -354,6 +349,12 @@ class DatasetSpec(BaseModel):
     )
     default: bool = _key(False, help="Mark the `text_embeds` entry that holds the texts of datasets that name none.")
     cache_dir: FolderText | None = _key(None, help="Folder for the encoded texts. Only in a `text_embeds` entry.")
+
+    preserve_data_backend_cache: bool = _key(
+        False,
+        help="Has no effect: an unchanged listing keeps the index, and nothing is deleted; the listing itself is what finds"
+        " changed files.",
+    )
 
     storage_options: Mapping[str, object] = Field(default={}, repr=False)
     """The storage's own keys (`StorageEntry.keys`), which it checks itself. Never printed: they may hold secrets."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from smalti.data.order import Beginning, BucketSamples, GlobalBatch, Order, Version
 from smalti.errors import PreflightError
@@ -63,15 +64,8 @@ class ScheduledOrder(Order):
         self._spans = tuple(spans)
         self.phases = tuple(self._phases())
 
-    def changed_to(self, *, version: Version | None = None, beginning: Beginning | None = None) -> Order:
-        return ScheduledOrder(
-            self.buckets,
-            spans=self._spans,
-            seed=self.seed,
-            effective_batch=self.effective_batch,
-            version=version,
-            beginning=beginning,
-        )
+    def _settings(self) -> dict[str, Any]:
+        return {**super()._settings(), "spans": self._spans}
 
     def batch(self, position: int) -> GlobalBatch:
         return self._at(position).batch(position)

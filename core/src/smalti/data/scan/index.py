@@ -11,14 +11,12 @@ from collections.abc import Iterator
 from copy import copy
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
-from numpy.typing import NDArray
 
 from smalti.data.datasets.spec import DatasetSpec
-from smalti.data.scan.index_file import SCHEMA, IndexDigests, IndexFile, Summary, recipe_of
+from smalti.data.scan.index_file import IndexDigests, IndexFile, Summary, recipe_of
 from smalti.data.scan.quarantine import Quarantined
 from smalti.errors import UserError
 from smalti.system import as_signed, derive_seed
@@ -85,19 +83,6 @@ class DatasetIndex:
         """All rows in order, at most 2**20 at a time."""
         for number, start in enumerate(self._starts[:-1]):
             yield IndexBatch(start=start, columns={name: self._column(name, number) for name in columns})
-
-    def numbers(self, column: str, start: int = 0, stop: int | None = None) -> NDArray[Any]:
-        """A column of numbers from row `start` to `stop`: a view if the rows are of one batch, otherwise a copy."""
-        stop = len(self) if stop is None else min(stop, len(self))
-        parts = []
-        while start < stop:
-            number = bisect_right(self._starts, start) - 1
-            first, end = self._starts[number], min(stop, self._starts[number + 1])
-            parts.append(self._column(column, number).slice(start - first, end - start).to_numpy(zero_copy_only=True))
-            start = end
-        if not parts:
-            return np.zeros(0, dtype=SCHEMA.field(column).type.to_pandas_dtype())
-        return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
     def keys(self) -> Iterator[str]:
         """The keys of all rows, in order."""

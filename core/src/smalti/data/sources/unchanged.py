@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
-from pathlib import Path
 from tempfile import TemporaryFile
 from typing import IO, cast
 from weakref import finalize
@@ -132,15 +131,3 @@ class ListedOnce:
                 stack.pop_all()
                 finalize(self, file.close)  # if it is never read
                 self._kept = file
-
-
-def file_identity(path: Path) -> str:
-    """Changes with the content of a file of this machine: its path, size and modification time. Raises OSError."""
-    stat = path.stat()
-    return f"{path}:{stat.st_size}:{stat.st_mtime_ns}"
-
-
-def stored_identity(storage: Storage, key: str) -> str:
-    """The same for a file of a storage. Raises StorageError."""
-    file = storage.stat(key)
-    return f"{storage.location}/{key}:{file.size}:{file.etag}"

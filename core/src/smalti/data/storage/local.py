@@ -7,10 +7,11 @@ import os
 import secrets
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from io import BufferedReader
 from itertools import takewhile
 from pathlib import Path
 from stat import S_ISDIR, S_ISREG
-from typing import TYPE_CHECKING, BinaryIO
+from typing import TYPE_CHECKING
 
 from smalti.data.storage.protocol import (
     AccessDeniedError,
@@ -21,7 +22,7 @@ from smalti.data.storage.protocol import (
     TransientStorageError,
     checked_key,
 )
-from smalti.system import atomic_write, fsync_directory
+from smalti.system import atomic_write, create, fsync_directory, sync, write
 
 if TYPE_CHECKING:
     from smalti.data.datasets.spec import DatasetSpec
@@ -215,7 +216,7 @@ class LocalStorage(Storage):
             raise StorageError(f"{target}: {error.strerror or error}", fix="check the disk") from error
 
 
-def _copy(source: BinaryIO, target: Path) -> None:
+def _copy(source: BufferedReader, target: Path) -> None:
     """Copy a file atomically, in bounded memory, from its beginning."""
     source.seek(0)
     atomic_write(target, source)
@@ -224,14 +225,13 @@ def _copy(source: BinaryIO, target: Path) -> None:
 def _write_new(path: Path, data: bytes) -> bool:
     """Write a file unless there is one. Returns whether it was written."""
     try:
-        file = path.open("xb")
+        file = create(path)
     except FileExistsError:
         return False
     try:
         with file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
+            write(file, data)
+            sync(file)
     except BaseException:
         path.unlink(missing_ok=True)
         raise
@@ -270,7 +270,7 @@ def _text(name: str) -> str:
     return name if name.isascii() else os.fsencode(name).decode("utf-8", "backslashreplace")
 
 
-def _open(path: Path) -> BinaryIO:
+def _open(path: Path) -> BufferedReader:
     """Open a regular file. Anything else is an error: opening or reading a pipe or a device could block forever."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     mode = os.fstat(descriptor).st_mode

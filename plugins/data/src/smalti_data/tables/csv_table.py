@@ -9,7 +9,8 @@ import pyarrow as pa
 import pyarrow.csv as csv
 
 from smalti import UserError
-from smalti.data import Storage, file_identity, stored_identity
+from smalti.data import Storage
+from smalti_data.identity import file_identity, stored_identity
 from smalti_data.range_file import RangeFile
 from smalti_data.tables.table_source import Table, TableSource
 

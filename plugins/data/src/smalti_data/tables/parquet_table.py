@@ -14,9 +14,9 @@ from smalti.data import (
     MetadataSource,
     MissingFileError,
     Storage,
-    file_identity,
 )
 from smalti_data.archives.row_images import RowImages
+from smalti_data.identity import file_identity
 from smalti_data.parquet_files import OpenedParquet, explained_parquet, parquet_at, parquet_batches, parquet_in
 from smalti_data.tables.table_source import Table, TableSource
 

@@ -1,14 +1,16 @@
-"""SimpleTuner's spelling of options, for files, flags and variables; and the option that says whose defaults are used."""
+"""SimpleTuner's spelling of options, for files, flags and variables; and options of how files of other trainers are read."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Literal
 
 from smalti import OptionGroup, Options, Translation, option
 from smalti.config import Dialect, Given, Schema
+from smalti_migrate.kohya.folders import with_folders
 from smalti_migrate.optimizer_names import translate_optimizer
+from smalti_migrate.simpletuner.datasets import translated_entry
 from smalti_migrate.simpletuner.spelling import reference_defaults, reference_keys, with_reference_meaning
 from smalti_migrate.simpletuner.translation import translate_reference_options
 
@@ -22,6 +24,14 @@ class SimpleTunerOptions(Options):
         "auto",
         help="Whose defaults are used for options that are not given. auto: SimpleTuner's, for a file with two or more keys "
         "that only SimpleTuner has.",
+        level="advanced",
+    )
+
+
+class KohyaOptions(Options):
+    kohya_folders: bool = option(
+        False,
+        help="Read folders such as `10_zwx cat` as kohya's trainer does: 10 visits in an epoch, and `zwx cat` as caption.",
         level="advanced",
     )
 
@@ -56,10 +66,23 @@ class SimpleTuner(Dialect):
     def translate_chosen(self, given: Mapping[str, object]) -> Translation:
         return translate_optimizer(given)
 
+    def translate_dataset(
+        self,
+        entry: Mapping[str, object],
+        entries: Sequence[Mapping[str, object]],
+        known: Mapping[str, Collection[str]],
+        option: Callable[[str], object],
+    ) -> Sequence[Translation]:
+        found = translated_entry(entry, entries, known, option)
+        return with_folders(found, option) if found.rest else [found]
+
     def page(self, schema: Schema) -> str:
         from smalti_migrate.simpletuner.page import reference_keys_page
 
         return reference_keys_page(schema)
 
 
-GROUP = OptionGroup(name="simpletuner", title="SimpleTuner", options=SimpleTunerOptions, dialect=SimpleTuner())
+GROUPS = (
+    OptionGroup(name="simpletuner", title="SimpleTuner", options=SimpleTunerOptions, dialect=SimpleTuner()),
+    OptionGroup(name="kohya", title="Folders of kohya's trainer", options=KohyaOptions),
+)

@@ -1,6 +1,6 @@
 """Importing from SimpleTuner. `smalti train` reads its files too; an import makes one file of them that says everything.
 
-What its options mean is the table of `smalti.config`, and what its dataset keys mean is known to `smalti.data`.
+What its options and its dataset keys mean is known to the dialect, which `smalti train` uses too.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def imported(files: Sequence[Opened], schema: Schema, family: str | None, catalo
                 result.files.append(str(place))
                 data = [open_file(place, "datasets")]
     for file in data:
-        _datasets(file, prompt, catalog, result)
+        _datasets(file, prompt, catalog, schema, result)
     return result
 
 
@@ -123,7 +123,7 @@ def _comment(source: str, file: Opened) -> str:
     return place_of(file.name, key.lstrip("-")) if joined or key.startswith("--") else source
 
 
-def _datasets(file: Opened, prompt: object, catalog: Catalog | None, result: Imported) -> None:
+def _datasets(file: Opened, prompt: object, catalog: Catalog | None, schema: Schema, result: Imported) -> None:
     """The entries of a data file. They keep the keys that they have, which mean the same in a configuration."""
     content = file.content if isinstance(file.content, list) else []
     rows = [row for row in content if isinstance(row, dict)]
@@ -131,7 +131,7 @@ def _datasets(file: Opened, prompt: object, catalog: Catalog | None, result: Imp
         if not isinstance(row, dict):
             result.leave(file.name, "it is not a table", value=row)
     defaults = DataDefaults(instance_prompt=prompt if isinstance(prompt, str) else None)
-    specs, problems = parse_datasets(rows, where=file.name, defaults=defaults, catalog=catalog)
+    specs, problems = parse_datasets(rows, where=file.name, defaults=defaults, catalog=catalog, dialect=schema.dialect)
     for problem in problems:
         result.left.append(Left(place=problem.where, why=problem.message, fix=problem.fix))
     for spec in specs:

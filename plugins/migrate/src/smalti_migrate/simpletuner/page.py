@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterable, Iterator, Mapping
 
 from smalti.config import Schema
+from smalti_migrate.simpletuner.dataset_keys import REFUSED, UNSUPPORTED, WITHOUT_EFFECT
 from smalti_migrate.simpletuner.flavours import FLAVOURS, OTHER_MODELS, OTHER_TASKS
 from smalti_migrate.simpletuner.rules import Outcome, Rule
 from smalti_migrate.simpletuner.run_keys import PREFIXES
@@ -28,6 +29,11 @@ def _lines(schema: Schema) -> Iterator[str]:
     yield from _table("No effect", "SimpleTuner | why", _ignored(schema))
     yield from _table("Names of models", "family | SimpleTuner | smalti", _models())
     yield from _table("Defaults", "option | SimpleTuner | smalti | condition", _defaults(schema))
+    yield from ("", "## Keys of the data file")
+    yield from _table("Keys of datasets without an effect", "key | accepted silently | why", _dataset_keys(WITHOUT_EFFECT))
+    yield from _table("Keys of datasets that are refused", "key | accepted | why | instead", _dataset_keys(REFUSED))
+    values = ((f"`{key}`", f"`{value}`", fix) for key, each in UNSUPPORTED.items() for value, fix in each.items())
+    yield from _table("Values of datasets that are not supported yet", "key | value | instead", values)
 
 
 def _table(title: str, columns: str, rows: Iterable[tuple[str, ...]]) -> Iterator[str]:
@@ -56,7 +62,7 @@ def _converted(schema: Schema) -> Iterator[tuple[str, ...]]:
 
 def _refused(schema: Schema) -> Iterator[tuple[str, ...]]:
     for key, rule in _rules(schema, "refused"):
-        yield f"`{key}`", ", ".join(f"`{json.dumps(each)}`" for each in rule.neutral), rule.why, rule.fix
+        yield f"`{key}`", _neutral(rule), rule.why, rule.fix
 
 
 def _ignored(schema: Schema) -> Iterator[tuple[str, ...]]:
@@ -65,6 +71,15 @@ def _ignored(schema: Schema) -> Iterator[tuple[str, ...]]:
     for key, rule in _rules(schema, "ignored"):
         found.setdefault(rule.why, []).append(f"`{key}`")
     yield from ((", ".join(keys), why) for why, keys in found.items())
+
+
+def _dataset_keys(rules: Mapping[str, Rule]) -> Iterator[tuple[str, ...]]:
+    for key, rule in rules.items():
+        yield f"`{key}`", _neutral(rule), rule.why, *((rule.fix,) if rule.fix else ())
+
+
+def _neutral(rule: Rule) -> str:
+    return ", ".join(f"`{json.dumps(each)}`" for each in rule.neutral)
 
 
 def _models() -> Iterator[tuple[str, ...]]:

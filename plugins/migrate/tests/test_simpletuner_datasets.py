@@ -7,11 +7,13 @@ from collections.abc import Mapping
 import pytest
 from hypothesis import example, given, settings, strategies as st
 
-from smalti.data import catalog_of
+from smalti.config import Dialect
+from smalti.data import DatasetSpec, catalog_of
 from smalti.data.datasets.parse import DataDefaults, parse_datasets
-from smalti.data.datasets.simpletuner import REFUSED, WITHOUT_EFFECT
 from smalti.data.datasets.spec import ENTRY_KEYS, Catalog
 from smalti.plugins import load_plugins
+from smalti_migrate.simpletuner.dataset_keys import REFUSED, UNSUPPORTED, WITHOUT_EFFECT
+from smalti_migrate.simpletuner.dialect import SimpleTuner
 
 Entry = Mapping[str, object]
 CATALOG = catalog_of(load_plugins())
@@ -57,12 +59,35 @@ S3: Entry = {
 }
 
 
-def parse(*entries: Entry, catalog: Catalog = CATALOG) -> tuple[list[str], list[str]]:
-    """The notices, and the problems without their fix."""
-    names = {"model_family": "flux", "output_dir": "run"}
-    specs, problems = parse_datasets(entries, where="data.json", defaults=DataDefaults(), catalog=catalog, placeholders=names)
+PETS: Entry = {"id": "pets", "instance_data_dir": "pets"}
+
+
+def read(*entries: Entry, catalog: Catalog = CATALOG, dialect: Dialect | None = None) -> tuple[list[DatasetSpec], list[str]]:
+    """The datasets, and the problems."""
+    names, chosen = {"model_family": "flux", "output_dir": "run"}, dialect or SimpleTuner()
+    specs, problems = parse_datasets(
+        entries, where="data.json", defaults=DataDefaults(), catalog=catalog, placeholders=names, dialect=chosen
+    )
     assert all(problem.fix for problem in problems)
-    return [notice for spec in specs for notice in spec.notices], [problem.message for problem in problems]
+    return list(specs), [str(problem) for problem in problems]
+
+
+def parse(*entries: Entry, catalog: Catalog = CATALOG) -> tuple[list[str], list[str]]:
+    """The notices, and the problems without their place and fix."""
+    specs, problems = read(*entries, catalog=catalog)
+    messages = [problem.partition("\n")[0].removeprefix("data.json: ").partition(": ")[2] for problem in problems]
+    return [notice for spec in specs for notice in spec.notices], messages
+
+
+def spec_of(**values: object) -> DatasetSpec:
+    (spec,), problems = read({**PETS, **values})
+    assert not problems
+    return spec
+
+
+def problem_of(**values: object) -> str:
+    _, (problem,) = read({**PETS, **values})
+    return problem
 
 
 @pytest.mark.parametrize(
@@ -162,8 +187,92 @@ keys = st.sampled_from([*ENTRY_KEYS, *WITHOUT_EFFECT, *REFUSED, "type", "hugging
 @given(st.lists(st.dictionaries(keys, values, max_size=6), max_size=3))
 def test_whatever_a_file_contains_it_is_read_or_has_problems_with_a_fix(entries: list[dict[str, object]]) -> None:
     names = {"model_family": None}
-    specs, problems = parse_datasets(entries, where="", defaults=DataDefaults(), catalog=CATALOG, placeholders=names)
+    for dialect in (SimpleTuner(), Dialect()):
+        specs, problems = parse_datasets(
+            entries, where="", defaults=DataDefaults(), catalog=CATALOG, placeholders=names, dialect=dialect
+        )
 
-    assert all(problem.message and problem.fix for problem in problems)
-    assert len(specs) <= len(entries)
-    assert problems or any(spec.dataset_type == "image" for spec in specs)
+        assert all(problem.message and problem.fix for problem in problems)
+        assert len(specs) <= len(entries)
+        assert problems or any(spec.dataset_type == "image" for spec in specs)
+
+
+def test_a_batch_size_of_a_dataset_is_refused_with_the_way_out() -> None:
+    assert "all datasets share one batch size" in problem_of(train_batch_size=4)
+
+
+def test_keys_without_effect_are_accepted_with_a_notice() -> None:
+    notices = spec_of(preserve_data_backend_cache=True, delete_problematic_images=True).notices
+
+    assert len(notices) == 2
+    assert "nothing is ever deleted" in notices[0]
+    assert "preserve_data_backend_cache has no effect: an unchanged listing keeps the index anyway" in notices[1]
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [(key, value) for key, one in {**WITHOUT_EFFECT, **REFUSED}.items() for value in (*one.neutral, "", None, {})],
+)
+def test_an_external_key_that_asks_for_what_happens_is_accepted_silently(key: str, value: object) -> None:
+    assert spec_of(**{key: value}).notices == ()
+
+
+@pytest.mark.parametrize("key", REFUSED)
+def test_an_external_key_that_changes_what_is_trained_on_is_refused_with_a_way_out(key: str) -> None:
+    told = problem_of(**{key: {"enabled": True, "count": 3}})
+
+    assert told.startswith(f"data.json: dataset 'pets': {key} is not supported for a dataset: {REFUSED[key].why}\n    fix: ")
+
+
+def test_comments_and_keys_of_sources_that_are_not_chosen_are_no_errors() -> None:
+    notices = spec_of(**{"_comment": "x", "//": "y", "aws_region_name": "eu", "huggingface": {"streaming": True}}).notices
+
+    assert [notice.split(": ", 2)[2].split()[0] for notice in notices] == ["aws_region_name", "huggingface"]
+
+
+@pytest.mark.parametrize(("key", "value"), [(key, value) for key, values in UNSUPPORTED.items() for value in values])
+def test_a_value_that_is_not_supported_yet_is_named_with_what_to_do(key: str, value: str) -> None:
+    _, problems = read({**PETS, key: value.upper()}, {**PETS, "id": "others"})
+
+    fix = UNSUPPORTED[key][value]
+    assert problems == [f"data.json: dataset 'pets': {key} {value!r} is not supported yet\n    fix: {fix}"]
+
+
+def test_json_is_another_name_of_discovery_in_a_file_of_simpletuner() -> None:
+    texts = {"id": "texts", "dataset_type": "text_embeds", "default": True, "cache_dir": "c"}
+    specs, _ = read({**PETS, "metadata_backend": "json"}, texts)
+    with_table, _ = read({**PETS, "metadata_backend": "json", "json": {"path": "t.jsonl"}}, texts)
+
+    assert (specs[0].metadata_backend, specs[0].caption_strategy) == ("discovery", "textfile")
+    assert "is read as 'discovery'" in specs[0].notices[0]
+    assert (with_table[0].metadata_backend, with_table[0].notices) == ("json", ())
+
+
+def test_images_are_not_stretched_by_a_file_of_simpletuner() -> None:
+    texts = {"id": "texts", "dataset_type": "text_embeds", "default": True, "cache_dir": "c"}
+    sizes = {"maximum_image_size": 512, "target_downsample_size": 2048}
+    (spec, _), _ = read({**PETS, **sizes, "crop": "false", "crop_style": "corner", "crop_aspect": "square"}, texts)
+
+    assert (spec.crop, spec.crop_aspect, spec.crop_style, spec.maximum_image_size) == (True, "preserve", "corner", 0)
+    assert "crop: false is read as crop_aspect: preserve" in spec.notices[0]
+    assert spec_of(crop=False).crop is False
+
+
+def test_other_spellings_are_known() -> None:
+    assert spec_of(is_regularization_data=True).is_regularisation_data is True
+    assert spec_of(metadata_backend="filesystem").metadata_backend == "discovery"
+
+
+def test_without_this_package_its_keys_are_refused_with_what_to_install() -> None:
+    specs, problems = read({**PETS, "preserve_data_backend_cache": True}, dialect=Dialect())
+    assert "preserve_data_backend_cache has no effect" in specs[0].notices[0]
+    assert problems == []
+
+    for key in ("vae_batch_size", "conditioning", "kohya_folders"):
+        _, (problem,) = read({**PETS, key: True}, dialect=Dialect())
+        assert f"unknown key {key!r}\n    fix: remove it" in problem
+        assert "smalti-migrate reads those of other trainers: " in problem
+
+    _, (problem,) = read({**PETS, "crop": False}, TEXTS, dialect=Dialect())
+    assert "crop: false stretches images here, but not in files of SimpleTuner" in problem
+    assert "smalti-migrate" in problem

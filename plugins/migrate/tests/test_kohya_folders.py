@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
@@ -10,11 +11,12 @@ import pytest
 from PIL import Image
 
 from smalti.data.batch_check import BatchShape
-from smalti.data.datasets.kohya_folders import numbered, unread_names_notice
 from smalti.data.datasets.parse import DataDefaults, parse_datasets
 from smalti.data.datasets.spec import Catalog, DatasetSpec
 from smalti.data.prepared import DataRules, PreparedData, build_datasets, prepare
-from smalti.errors import PreflightError
+from smalti.errors import PreflightError, Problem
+from smalti_migrate.kohya.folders import numbered
+from smalti_migrate.simpletuner.dialect import SimpleTuner
 
 PIXELS = Image.fromarray(np.zeros((16, 16, 3), dtype=np.uint8))
 
@@ -38,8 +40,12 @@ def kohya(tmp_path: Path) -> Path:
     return root
 
 
+def parse_all(*entries: Mapping[str, object]) -> tuple[tuple[DatasetSpec, ...], tuple[Problem, ...]]:
+    return parse_datasets(entries, where="data.json", defaults=DataDefaults(resolution=16), dialect=SimpleTuner())
+
+
 def parse(**entry: object) -> tuple[tuple[DatasetSpec, ...], list[str]]:
-    specs, problems = parse_datasets([{"id": "cats", **entry}], where="data.json", defaults=DataDefaults(resolution=16))
+    specs, problems = parse_all({"id": "cats", **entry})
     return specs, [str(problem) for problem in problems]
 
 
@@ -65,9 +71,9 @@ def test_the_names_say_how_often_an_image_is_seen_and_its_caption(kohya: Path) -
         "d.png": ("style",),
     }
     assert sum(count.total for count in data.counts) == 10 + 10 + 1 + 1
-    assert [notice.split(": ")[1] for notice in data.notices] == [
-        "left out, because they are regularisation images (is_regularisation_data)",
-        "left out, because their names have no number",
+    assert [notice.split(": ")[2] for notice in data.notices] == [
+        "kohya_folders leaves out, because they are regularisation images (is_regularisation_data)",
+        "kohya_folders leaves out, because their names have no number",
     ]
 
 
@@ -100,12 +106,12 @@ def test_without_the_key_a_notice_has_entries_that_say_the_same(kohya: Path) -> 
     specs, _ = parse(instance_data_dir=str(kohya), caption_strategy="filename")
     (notice,) = data_of(specs).notices
     entries = json.loads(f"[{notice.partition('or these entries: ')[2]}]")
-    written, problems = parse_datasets(entries, where="", defaults=DataDefaults(resolution=16))
+    written, problems = parse_all(*entries)
 
     assert "Regularisation images are trained on like the others." in notice
     assert problems == ()
     assert [(spec.repeats, spec.instance_prompt) for spec in written] == [(0, "style"), (9, "zwx cat")][::-1]
-    assert [unread_names_notice(spec) for spec in written] == [[], []]
+    assert [spec.notices for spec in written] == [(), ()]
 
 
 def test_without_captions_the_error_names_the_option(tmp_path: Path) -> None:
@@ -122,7 +128,7 @@ def test_years_and_positions_are_no_repeats(tmp_path: Path, name: str) -> None:
     fill(tmp_path / name, "a")
     (spec,), _ = parse(instance_data_dir=str(tmp_path))
 
-    assert unread_names_notice(spec) == []
+    assert spec.notices == ()
 
 
 @pytest.mark.parametrize("name", ["cat", "0_cat", "x_cat", "10cat", "-1_cat"])
