@@ -115,3 +115,8 @@ def test_nobody_is_asked_where_nobody_can_answer(attic, kept, tmp_path):
         command, stdin=subprocess.DEVNULL, env={**os.environ, "PYTHONPATH": path}, capture_output=True, timeout=60
     )
     assert (done.returncode, kept.entries()) == (0, 0)
+
+
+def test_a_configuration_without_this_plugin_has_no_encodings(run, tmp_path):
+    code, out, errors = run("ls", "--plugins=fsdp2", f"--output_dir={tmp_path}")
+    assert (code, "fsdp-blocks" in out, "no latents and captions found" in errors) == (0, True, True), errors
