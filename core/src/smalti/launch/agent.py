@@ -124,7 +124,7 @@ def extend_kill_timeout() -> None:
             wait_for_ranks(ranks)
         close(self, signal.SIGKILL, timeout)  # kills the remaining ranks, and closes torch's own resources
 
-    SubprocessContext.close = close_after_exit  # type: ignore[method-assign]
+    SubprocessContext.close = close_after_exit  # type: ignore[method-assign, assignment]
 
 
 def wait_for_ranks(ranks: Mapping[int, subprocess.Popen[bytes]]) -> None:
