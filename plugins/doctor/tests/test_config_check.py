@@ -13,6 +13,17 @@ def run(capsys, monkeypatch):
     return commands(capsys)
 
 
+@pytest.fixture
+def write(tmp_path):
+    """write(name, text) -> the path of a new file."""
+
+    def file(name, text):
+        (tmp_path / name).write_text(text)
+        return tmp_path / name
+
+    return file
+
+
 def test_a_checked_configuration_has_every_problem_at_its_option(run, write):
     file = write("run.toml", "sede = 5\ntrain_batch_size = 0\nuse_cpu = true\nplugins = ['toy']\nmodel_family = 'toy'")
     code, out, _ = run("config", "check", str(file), "--json")
