@@ -61,10 +61,8 @@ def test_a_shipped_optimizer_keeps_the_contract(plugin, optimizer, check, tmp_pa
 
 
 REFUSED = {
-    "commands": (
-        *(("no-such-command",), ("config", "no-such-command"), ("train",), ("config", "explain", "no_such_option")),
-        ("cache", "clear", "no-such-cache"),
-    ),
+    "commands": (("no-such-command",), ("config", "no-such-command"), ("train",), ("config", "explain", "no_such_option")),
+    "cache": (("cache", "clear", "no-such-cache"),),
     "testing": (("plugin", "new", "Not A Name", "--kind=family"),),
 }
 

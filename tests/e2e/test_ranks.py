@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 
-from smalti.rundir.png import image_settings
+from smalti_validation.png import image_settings
 
 OPTIONS = {
     "max_train_steps": 8,

@@ -6,7 +6,7 @@ from shutil import copyfile, copytree
 import pytest
 import torch
 
-from smalti.rundir.png import image_settings
+from smalti_validation.png import image_settings
 
 OPTIONS = {"max_train_steps": 12, "train_batch_size": 4, "use_ema": True, "lr_scheduler": "cosine", "lr_warmup_steps": 3}
 

@@ -18,7 +18,6 @@ import smalti
 from smalti.cli import entry
 from smalti.cli.arguments import pop_flag
 from smalti.cli.pages.help import Command
-from smalti.cli.pages.options import reference_page
 from smalti.cli.train import _FLAGS
 from smalti.config.config import PER_MACHINE
 from smalti.config.known_packages import PACKAGES, PLUGINS
@@ -26,6 +25,7 @@ from smalti.config.options import Schema
 from smalti.plugins.discovery import BUILT_IN, Selection, load_plugins
 from smalti.plugins.schema import schema_of
 from smalti.types import Deferred
+from smalti_testing.options_page import reference_page
 from smalti_testing.plugins import PluginSubject
 from support import package_table
 

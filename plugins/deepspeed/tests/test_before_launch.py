@@ -15,11 +15,11 @@ from smalti.config.resolution import resolve
 from smalti.hookspecs import HookSpecs
 from smalti.launch.plan import plan_launch, yaml_text
 from smalti.launch.preflight import Preparation
-from smalti.plugins.caches import find_cache, list_caches
 from smalti.plugins.discovery import Selection, load_plugins
 from smalti.plugins.lookup import check_strategy, choose_distributed
 from smalti.plugins.registry import PluginInfo
 from smalti.plugins.schema import schema_of
+from smalti_cache.all_caches import find_cache, list_caches
 from smalti_deepspeed import checks, offload_folder
 from smalti_deepspeed.accelerate_import import KEYS
 from smalti_deepspeed.config import resolved

@@ -26,11 +26,11 @@ from smalti.parallel.state import PortableState
 from smalti.plugins.discovery import load_plugins
 from smalti.plugins.lookup import find_family
 from smalti.plugins.schema import schema_of
-from smalti.rundir.png import image_settings
 from smalti.training.loss import denoising_loss
 from smalti_diffusers.sources.components import Components
 from smalti_testing.family_subject import CAPTIONS, SIZE, FamilySubject
 from smalti_testing.strategies import SingleRank
+from smalti_validation.png import image_settings
 
 IN_PROCESS = ("auraflow", "flux2", "lumina2", "qwen_image", "z_image")
 """Families that are trained and exported here in this process; Flux is, too, but as a user does it."""

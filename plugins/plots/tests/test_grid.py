@@ -11,9 +11,9 @@ from PIL import Image
 
 from smalti import ValidationImage, ValidationResult
 from smalti.errors import UserError
-from smalti.rundir.png import image_settings
 from smalti_plots.grid import MIN_WIDTH, image_grid
 from smalti_plots.plugin import Plots
+from smalti_validation.png import image_settings
 
 _COLOURS = [(200, 30, 30), (30, 160, 30), (40, 40, 220), (220, 200, 20), (20, 200, 210)]
 

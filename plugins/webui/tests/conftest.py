@@ -15,7 +15,8 @@ from PIL import Image
 from starlette.testclient import TestClient
 
 from smalti.errors import ExitCode
-from smalti.rundir import RunDirectory, RunWriter, acquire, save_image
+from smalti.rundir import RunDirectory, RunWriter, acquire
+from smalti_validation.png import save_image
 from smalti_webui.configs.drafts import Draft, drafts_of
 from smalti_webui.server.app import create_app
 from smalti_webui.server.serve import configuration, listen

@@ -1,10 +1,10 @@
-"""Every option in words: one declaration is help, reference page and JSON."""
+"""Every option in words: one declaration is help and JSON."""
 
 import json
 
 import pytest
 
-from smalti.cli.pages.options import default_text, describe, facts, matching, reference_page
+from smalti.cli.pages.options import default_text, describe, facts, matching
 from smalti.config.options import OptionGroup, Options, Schema, option
 
 
@@ -22,13 +22,6 @@ SAMPLE = Schema((OptionGroup(name="sample", title="Sample", options=Sample),))
 @pytest.mark.parametrize(("name", "text"), [("small", "1e-08"), ("whole", "1024"), ("sign", "0")])
 def test_defaults_are_told_as_one_would_write_them(name, text):
     assert default_text(SAMPLE.options[name]) == text
-
-
-def test_a_row_of_the_reference_page_tells_everything():
-    page = reference_page(SAMPLE)
-    assert "| `small` | number (> 0, <= 1) | 1e-08 | A \\| B. |" in page
-    told = "Any. Only with `--whole`. Effect: more for less. Also accepted: `old`. Accelerate YAML: `key`."
-    assert f"| `sign` | integer | 0 | {told} |" in page
 
 
 @pytest.mark.parametrize(

@@ -109,5 +109,6 @@ def test_a_run_that_was_started_with_the_defaults_of_simpletuner_names_the_packa
     assert caught.value.exit_code == 4
 
 
-def test_the_page_of_simpletuners_options_needs_the_package(refused):
+def test_the_page_of_simpletuners_options_needs_the_package(refused, monkeypatch):
+    monkeypatch.setenv("SMALTI_PLUGINS", "toy,testing")
     assert "smalti-migrate has the options of other trainers" in refused("config", "reference", "--simpletuner", code=4)

@@ -9,11 +9,11 @@ from smalti.config.resolution import resolve
 from smalti.data.datasets.spec import catalog_of
 from smalti.errors import ConfigError, UserError
 from smalti.hookspecs import HookSpecs
-from smalti.plugins.caches import find_cache
 from smalti.plugins.lookup import choose_distributed
 from smalti.plugins.registry import PluginInfo
 from smalti.plugins.schema import check, schema_of
 from smalti.types import CommandCollector
+from smalti_cache.all_caches import find_cache
 
 
 class GlitterOptions(smalti.Options):

@@ -10,7 +10,17 @@ from .output import (
 )
 from .pages.help import (
     Command as Command,
+    Formatter as Formatter,
     Group as Group,
     Root as Root,
+    on_terminal as on_terminal,
+    show_page as show_page,
+    write_options as write_options,
 )
-from .places import Place as Place, PlaceType as PlaceType, opened_checkpoint as opened_checkpoint
+from .pages.options import (
+    condition as condition,
+    default_text as default_text,
+    describe as describe,
+    sections as sections,
+)
+from .places import LocalPlace as LocalPlace, Place as Place, PlaceType as PlaceType

@@ -21,7 +21,6 @@ class Commands:
             "List, inspect, verify and export checkpoints.",
             section="Training",
         )
-        add("smalti.cli.cache:cache", "List, verify and remove caches.", section="Data")
         add("smalti.cli.config:config", "Show, explain and convert the configuration.", section="Configuration")
         add("smalti.cli.plugins:plugins", "List plugins and what each adds.", section="Configuration")
 

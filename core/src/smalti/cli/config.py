@@ -11,8 +11,8 @@ import click
 
 from smalti.cli.arguments import CommandLine
 from smalti.cli.output import write_file, write_output
-from smalti.cli.pages.help import Formatter, Group, on_terminal, show_page, write_options
-from smalti.cli.pages.options import condition, default_text, describe, reference_page, sections
+from smalti.cli.pages.help import Group
+from smalti.cli.pages.options import condition, default_text, describe
 from smalti.config import (
     PREFIX,
     Config,
@@ -28,7 +28,6 @@ from smalti.config import (
 from smalti.errors import ConfigError, UserError
 from smalti.launch import expected_kind, merged_yaml, yaml_text
 from smalti.plugins import BUILT_IN, check as check_plugins, choose_distributed
-from smalti.system import importing
 
 _UNPROCESSED = {"ignore_unknown_options": True, "help_option_names": ["--help"]}
 _ARGUMENTS = click.argument("arguments", metavar="[CONFIG] [--OPTION=VALUE]...", nargs=-1, type=click.UNPROCESSED)
@@ -78,36 +77,6 @@ def show(arguments: tuple[str, ...], complete: bool, as_json: bool) -> None:
 
 @config.command(
     context_settings=_UNPROCESSED,
-    examples=("smalti config check config.toml", "smalti config check config.toml --num_processes=8 --json"),
-)
-@_ARGUMENTS
-@_JSON
-def check(arguments: tuple[str, ...], as_json: bool) -> None:
-    """Check a configuration: options, datasets, plugins, devices.
-
-    Takes the same arguments as `smalti train`. Reads no image, downloads no weights and writes nothing;
-    `smalti train --dry-run` checks more. --json prints every problem with its option.
-    """
-    command_line = CommandLine.parse(arguments)
-    resolved = command_line.draft()
-    with importing():
-        from smalti.cli.config_check import problems_of  # imports torch
-
-    problems, unchecked = problems_of(resolved, command_line.plugins)
-    if as_json:
-        found = {"problems": [each.as_json() for each in problems], "unchecked": unchecked, "notices": list(resolved.notices)}
-        click.echo(json.dumps(found, indent=2))
-    if problems:
-        raise ConfigError(problems)
-    if not as_json:
-        _print_notices(list(resolved.notices))
-        click.echo(
-            "no problem found" + (f"; {unchecked} was not checked, because it may have to be downloaded" if unchecked else "")
-        )
-
-
-@config.command(
-    context_settings=_UNPROCESSED,
     examples=("smalti config explain learning_rate", "smalti config explain seed config.toml --seed=3"),
 )
 @click.argument("key")
@@ -146,37 +115,6 @@ def explain(key: str, arguments: tuple[str, ...], as_json: bool) -> None:
     for notice in resolved.notices:
         if notice.startswith((f"{option.name}:", f"{option.name} ")):
             click.echo(f"{'note':<12} {notice}")
-
-
-@config.command(
-    context_settings=_UNPROCESSED,
-    examples=(
-        "smalti config reference",
-        "smalti config reference --without=all > options.md",
-        "smalti config reference --simpletuner",
-    ),
-)
-@_ARGUMENTS
-@click.option("--simpletuner", is_flag=True, help="List SimpleTuner's options, and what each of them becomes here.")
-@_JSON
-def reference(arguments: tuple[str, ...], simpletuner: bool, as_json: bool) -> None:
-    """List every option: as text on a terminal, else as Markdown.
-
-    --plugins and --without select plugins, as in `smalti train`.
-    """
-    command_line = CommandLine.parse(arguments)
-    command_line.config()
-    schema = command_line.schema
-    if simpletuner:
-        click.echo(schema.dialect.page(schema), nl=False)
-    elif as_json:
-        click.echo(json.dumps({"options": [describe(option) for option in schema.options.values()]}, indent=2))
-    elif on_terminal():
-        formatter = Formatter()
-        write_options(formatter, sections(schema, schema.options.values()), whole=True)
-        show_page(formatter.getvalue().strip())
-    else:
-        click.echo(reference_page(schema), nl=False)
 
 
 @config.command(

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 
 import click
@@ -18,7 +17,6 @@ from smalti.checkpoint import (
     ListedCheckpoint,
     RunPlace,
     StoredTensor,
-    check_new,
     read_manifest,
     stored_tensors,
     verify,
@@ -73,18 +71,6 @@ class LocalPlace:
 
 
 Place = LocalPlace | RunPlace
-
-
-@contextmanager
-def opened_checkpoint(place: Place, target: Path, groups: Collection[str] | None) -> Iterator[Path]:
-    """The checkpoint at a place; for a run directory, its newest one. In a folder it may be one of another trainer."""
-    if isinstance(place, LocalPlace):
-        has_own = any(CheckpointStore(root).all() for root in (place.path / "checkpoints", place.path))
-        yield newest(place.path) if has_own else place.path
-    else:
-        check_new(target)
-        with place.downloaded(target, groups) as path:
-            yield path
 
 
 def is_checkpoint(path: Path) -> bool:

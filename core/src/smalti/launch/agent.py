@@ -113,18 +113,18 @@ def extend_kill_timeout() -> None:
     """Let torch's agent kill a rank only once it makes no progress, however long its exit takes."""
     from torch.distributed.elastic.multiprocessing.api import SubprocessContext
 
-    close = SubprocessContext._close
+    close = SubprocessContext.close
 
-    def close_after_exit(self: SubprocessContext, death_sig: signal.Signals, timeout: int = 30) -> None:
+    def close_after_exit(self: SubprocessContext, death_sig: signal.Signals | None = None, timeout: int = 30) -> None:
         ranks = {int(self.envs[local]["RANK"]): handler.proc for local, handler in self.subprocess_handlers.items()}
         if death_sig != signal.SIGKILL:
             for process in ranks.values():
                 if process.poll() is None:
-                    os.killpg(process.pid, death_sig)
+                    os.killpg(process.pid, death_sig or signal.SIGTERM)
             wait_for_ranks(ranks)
         close(self, signal.SIGKILL, timeout)  # kills the remaining ranks, and closes torch's own resources
 
-    SubprocessContext._close = close_after_exit  # type: ignore[method-assign]
+    SubprocessContext.close = close_after_exit  # type: ignore[method-assign, assignment]
 
 
 def wait_for_ranks(ranks: Mapping[int, subprocess.Popen[bytes]]) -> None:

@@ -1,11 +1,4 @@
-from .caches import (
-    Cache as Cache,
-    CacheFile as CacheFile,
-    DividedCache as DividedCache,
-    divided_caches as divided_caches,
-    find_cache as find_cache,
-    list_caches as list_caches,
-)
+from .caches import Cache as Cache, CacheFile as CacheFile
 from .discovery import BUILT_IN as BUILT_IN, GROUP as GROUP, Selection as Selection, load_plugins as load_plugins
 from .factories import create as create
 from .lookup import (

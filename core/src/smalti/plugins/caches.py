@@ -1,22 +1,16 @@
-"""What plugins keep between runs and can create again: listed and cleared in one place. Imports no torch."""
+"""What plugins keep between runs and can create again. Imports no torch."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, cast
+from typing import Protocol
 
-from smalti.config import Config, package_of_cache, resolve
-from smalti.errors import UserError, did_you_mean
-from smalti.hookspecs import HookSpecs
-from smalti.plugins.factories import create
-from smalti.plugins.registry import Plugins
-from smalti.plugins.schema import schema_of
+from smalti.errors import UserError
 from smalti.system import parse_json, remove_file, write_json_atomically
-from smalti.types import CacheEntry, Cleared
+from smalti.types import Cleared
 
 _log = logging.getLogger(__name__)
 _FORMAT = 1
@@ -41,83 +35,6 @@ class Cache(Protocol):
     def clear(self) -> Cleared:
         """Remove all entries, and no files of others. Raises UserError if that is not possible."""
         ...
-
-
-class DividedCache(Protocol):
-    """What the factory of a `CacheEntry` returns that is `divided`: it has parts with names, of which each can be cleared."""
-
-    def parts(self) -> list[dict[str, object]]:
-        """The parts, JSON-able, for `smalti cache ls --json`, which prints them under the name of the entry."""
-        ...
-
-    def show(self) -> bool:
-        """Print the parts as a table. Returns whether there are any."""
-        ...
-
-    def clear(self, name: str, *, yes: bool, as_json: bool) -> bool:
-        """Remove the part of this name, or all for the name of the entry, and print what was removed.
-
-        Without `yes` the user has to confirm it. Returns False, and does nothing, if no part has this name.
-        """
-        ...
-
-
-@dataclass(frozen=True, kw_only=True)
-class CacheReport:
-    """One line of `smalti cache ls`."""
-
-    name: str
-    title: str
-    place: str
-    entries: int
-    bytes: int
-
-
-# --- the caches of all plugins --------------------------------------------------------------------------------------
-
-
-def list_caches(plugins: Plugins, config: Config | None = None) -> list[CacheReport]:
-    """Every cache that is not divided, with its size, sorted by name. `config` locates those whose place is an option."""
-    reports = []
-    for entry in (each for each in plugins.gather(HookSpecs.register_caches) if not each.divided):
-        cache = _open(entry, plugins, config)
-        reports.append(
-            CacheReport(name=entry.name, title=entry.title, place=cache.place, entries=cache.entries(), bytes=cache.size())
-        )
-    return reports
-
-
-def find_cache(plugins: Plugins, name: str, config: Config | None = None) -> Cache:
-    """The cache of this name, in any spelling. Raises UserError with the known names."""
-    entries = {entry.name: entry for entry in plugins.gather(HookSpecs.register_caches) if not entry.divided}
-    spelled = {_fold(each): each for each in entries}
-    if _fold(name) in spelled:
-        return _open(entries[spelled[_fold(name)]], plugins, config)
-    if package := package_of_cache(_fold(name)):
-        raise package.error(f"the cache {name!r} belongs to {package.distribution}")
-    hint = did_you_mean(_fold(name), entries, count=3)
-    raise UserError(f"unknown cache {name!r}", fix=f"{hint} caches: {', '.join(entries) or 'none'}".lstrip())
-
-
-def divided_caches(plugins: Plugins, config: Config | None = None) -> dict[str, DividedCache]:
-    """The caches with parts that have names of their own."""
-    entries = [entry for entry in plugins.gather(HookSpecs.register_caches) if entry.divided]
-    return {entry.name: cast(DividedCache, create(entry, entry.factory, config, plugins)) for entry in entries}
-
-
-def _open(entry: CacheEntry, plugins: Plugins, config: Config | None) -> Cache:
-    if not entry.configured:
-        return cast(Cache, create(entry, entry.factory))
-    if config is None:
-        config = resolve(schema_of(plugins), ("--accelerate_config=none",))
-    return cast(Cache, create(entry, entry.factory, config))
-
-
-def _fold(name: str) -> str:
-    return name.strip().lower().replace("_", "-")
-
-
-# --- a cache in one file --------------------------------------------------------------------------------------------
 
 
 class CacheFile:

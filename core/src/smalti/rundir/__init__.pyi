@@ -33,7 +33,6 @@ from .heartbeat import (
 )
 from .ownership import Ownership as Ownership
 from .phases import Phase as Phase, PhaseName as PhaseName, Phases as Phases
-from .png import image_settings as image_settings, save_image as save_image, write_png as write_png
 from .writer import (
     ATTEMPT_VARIABLE as ATTEMPT_VARIABLE,
     GROUP_VARIABLE as GROUP_VARIABLE,

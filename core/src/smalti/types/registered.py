@@ -146,19 +146,16 @@ class CacheEntry(Registered):
     """What a plugin keeps between runs and can create again, for `smalti cache ls` and `smalti cache clear NAME`.
 
     `factory` is "module:callable" and returns a `smalti.plugins.caches.Cache`. It is called without arguments, or with the
-    `Config` if the entry is marked `configured` because an option says where the cache is. `name` may have dashes.
-
-    The factory of an entry marked `divided` takes the `Config`, or None without one, and the `Plugins`, and returns a
-    `smalti.plugins.DividedCache`.
+    `Config` if the entry is marked `configured` because an option says where the cache is. `name` may have dashes. Without a
+    `factory` these commands do not know the cache.
 
     `encoder`, "module:callable" too, makes it the cache in which a run keeps what it encodes before training. It takes the
     `Config`, the `ModelFamily` and the `Catalog` of storages, and returns a `smalti.data.DataEncoder`.
     """
 
     kind = "the cache"
-    factory: str
+    factory: str = ""
     configured: bool = False
-    divided: bool = False
     encoder: str = ""
 
 

@@ -140,8 +140,8 @@ def prune(
 
 
 def _encodings(config: Config | None, plugins: Plugins) -> list[CachedEncodings]:
-    """The caches of latents and captions; none if the configuration does not say where they are."""
-    if config is None:
+    """The caches of latents and captions; none if the configuration does not say where they are, or is without this plugin."""
+    if config is None or "cache_dir" not in config.schema.options:
         return []
     options, output = config[DataOptions], config[RunOptions].output_dir
     folder = config[CacheOptions].cache_dir or (output / "cache" if output is not None else None)

@@ -1,4 +1,4 @@
-"""Registers the cache in which a run keeps what it encodes before training. Imports no torch."""
+"""The cache in which a run keeps what it encodes before training, and `smalti cache`. Imports no torch."""
 
 from __future__ import annotations
 
@@ -8,8 +8,6 @@ from smalti_cache.options import CacheOptions
 CACHE = CacheEntry(
     name="encodings",
     title="encoded images and captions",
-    factory="smalti_cache.commands:Encodings",
-    divided=True,
     encoder="smalti_cache.encode_ahead:open_encoder",
 )
 
@@ -25,9 +23,7 @@ class EncodingCache:
 
     @hookimpl
     def register_commands(self, commands: CommandCollector) -> None:
-        below = commands.below("cache")
-        below.add_deferred("smalti_cache.commands:verify", "Read every entry, and compare its checksum.")
-        below.add_deferred("smalti_cache.commands:prune", "Remove the caches of encoders that were not used for some time.")
+        commands.add_deferred("smalti_cache.all_caches:cache", "List, verify and remove caches.", section="Data")
 
 
 plugin = EncodingCache()

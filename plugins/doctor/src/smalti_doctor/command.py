@@ -143,7 +143,7 @@ def _resolved(words: Sequence[str]) -> tuple[Config | None, Plugins, list[Findin
 
 def _config_findings(words: Sequence[str]) -> list[Finding]:
     """The checks of `smalti train` before a launch, in a child process, because they import torch and reach for storages."""
-    child = run_in_child("smalti.cli.config_check", words, seconds=_CONFIG_SECONDS)
+    child = run_in_child("smalti_doctor.config_check", words, seconds=_CONFIG_SECONDS)
     if child.state != "done":
         message = f"the checks of the configuration did not end: {child.error}"
         return [Finding(check="config", level="warning", message=message, fix="smalti train CONFIG --dry-run shows more")]

@@ -11,6 +11,8 @@ class Doctor:
     @hookimpl
     def register_commands(self, commands: CommandCollector) -> None:
         commands.add_deferred("smalti_doctor.command:doctor", "Check this node; each problem with its fix.", section="Node")
+        summary = "Check a configuration: options, datasets, plugins, devices."
+        commands.below("config").add_deferred("smalti_doctor.config_check:check", summary)
 
     @hookimpl
     def register_caches(self) -> list[CacheEntry]:

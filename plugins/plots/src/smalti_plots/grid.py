@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from smalti import UserError
-from smalti.rundir import write_png
+from smalti_validation.png import write_png
 
 if TYPE_CHECKING:
     from PIL.Image import Image

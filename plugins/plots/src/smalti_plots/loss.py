@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from smalti import UserError
-from smalti.rundir import Event, write_png
+from smalti.rundir import Event
+from smalti_validation.png import write_png
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -9,6 +9,7 @@ class Testing:
     @hookimpl
     def register_commands(self, commands: CommandCollector) -> None:
         commands.add_deferred("smalti_testing.new_plugin:plugin", "Create a plugin package.", section="Configuration")
+        commands.below("config").add_deferred("smalti_testing.options_page:reference", "List every option, also as Markdown.")
 
 
 plugin = Testing()

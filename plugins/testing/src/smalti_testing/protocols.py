@@ -110,11 +110,10 @@ CHAPTERS = (
     ),
     Chapter(
         title="Caches",
-        about="`register_caches` names a factory; the factory returns a `Cache`, or a `DividedCache` if the entry is marked "
-        "`divided`. The callable that `encoder` names returns a `DataEncoder`.",
+        about="`register_caches` names a factory; the factory returns a `Cache`. The callable that `encoder` names "
+        "returns a `DataEncoder`.",
         classes=("smalti:CacheEntry", "smalti.plugins:Cache", "smalti:Cleared"),
         optional=(
-            "smalti.plugins:DividedCache",
             "smalti.data:DataEncoder",
             "smalti.data:Encoded",
             "smalti.data:CachedLatents",

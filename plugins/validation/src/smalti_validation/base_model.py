@@ -13,9 +13,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from smalti import UserError
-from smalti.rundir import image_settings
 from smalti.training import Run, on_all_ranks
 from smalti_validation.plan import PlannedImage, planned_images
+from smalti_validation.png import image_settings
 from smalti_validation.prompts import ValidationPrompt
 from smalti_validation.validation import report, sample_images, settings_of
 

@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from smalti import HookSpecs, ValidationImage, ValidationResult
 from smalti.models import SampleRequest
 from smalti.plugins import notify_each
-from smalti.rundir import save_image
 from smalti.training import Run, computed, on_all_ranks
 from smalti_validation.eval_mode import eval_mode
 from smalti_validation.options import ValidationOptions
 from smalti_validation.plan import PlannedImage, batches, planned_images
+from smalti_validation.png import save_image
 from smalti_validation.prompts import ValidationPrompt
 
 if TYPE_CHECKING:

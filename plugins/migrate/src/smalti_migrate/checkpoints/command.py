@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import get_args
 
 import click
 
-from smalti.cli import Command, Place, PlaceType, counted, format_bytes, opened_checkpoint, progress_bar
+from smalti.checkpoint import CheckpointStore, check_new
+from smalti.cli import Command, LocalPlace, Place, PlaceType, counted, format_bytes, progress_bar
 from smalti.hookspecs import HookSpecs
 from smalti.plugins import load_plugins, selection_of
 from smalti_migrate.checkpoints import convert as converting
@@ -47,7 +50,7 @@ def convert(source: Place, target: Path, kind: converting.Target, ema: bool, as_
         raise click.UsageError("--ema needs --format=safetensors: a checkpoint keeps both weights")
     formats = load_plugins(selection_of((), None, os.environ), strict=False).gather(HookSpecs.register_checkpoint_formats)
     groups = None if kind == "smalti" else ("ema",) if ema else ("model",)
-    with opened_checkpoint(source, target, groups) as path, progress_bar(f"converting {source.name}") as progress:
+    with _opened(source, target, groups) as path, progress_bar(f"converting {source.name}") as progress:
         done = converting.convert(path, target, formats, to=kind, use_ema=ema, progress=progress)
     if as_json:
         click.echo(json.dumps(vars(done) | {"path": str(done.path)}, indent=2, ensure_ascii=False))
@@ -58,3 +61,15 @@ def convert(source: Place, target: Path, kind: converting.Target, ema: bool, as_
         click.echo(f"note: {notice}")
     if kind == "smalti":
         click.echo(f"resume from it with: smalti train ... --resume_from_checkpoint={done.path}")
+
+
+@contextmanager
+def _opened(place: Place, target: Path, groups: Collection[str] | None) -> Iterator[Path]:
+    """The checkpoint at a place; for a run directory, its newest one. In a folder it may be one of another trainer."""
+    if isinstance(place, LocalPlace):
+        has_own = any(CheckpointStore(root).all() for root in (place.path / "checkpoints", place.path))
+        yield Path(place.newest().path) if has_own else place.path
+    else:
+        check_new(target)
+        with place.downloaded(target, groups) as path:
+            yield path

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 
 from smalti import UserError
-from smalti.rundir import Event, RunDirectory, image_settings, read_events
+from smalti.rundir import Event, RunDirectory, read_events
+from smalti_validation.png import image_settings
 from smalti_webui.runs.images import Sample, images_of
 
 

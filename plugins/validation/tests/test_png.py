@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, strategies as st
 from PIL import Image
 
-from smalti.errors import UserError
-from smalti.rundir.png import image_settings, save_image
+from smalti import UserError
+from smalti_validation.png import image_settings, save_image
 
 
 def _save(path: Path, prompt: str, colour: str = "red") -> None:

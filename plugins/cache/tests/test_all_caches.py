@@ -1,4 +1,4 @@
-"""What plugins keep between runs: one file that many processes share, listed and cleared by name."""
+"""What plugins keep between runs, listed and cleared by name."""
 
 import json
 import os
@@ -8,8 +8,8 @@ import sys
 import pytest
 
 from smalti.errors import UserError
-from smalti.plugins.caches import CacheFile, find_cache, list_caches
-from smalti.types import Cleared
+from smalti.plugins import CacheFile, load_plugins
+from smalti_cache.all_caches import find_cache, list_caches
 from support.commands import commands
 
 
@@ -20,13 +20,8 @@ def home(monkeypatch, tmp_path):
 
 
 @pytest.fixture
-def notes() -> list[str]:
-    return []
-
-
-@pytest.fixture
-def kept(notes) -> CacheFile:
-    return CacheFile("attic", report=notes.append)
+def kept() -> CacheFile:
+    return CacheFile("attic")
 
 
 @pytest.fixture
@@ -52,69 +47,12 @@ def attic(monkeypatch, tmp_path):
         "plugin = Attic()\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path / "site"))
-    monkeypatch.setenv("SMALTI_PLUGINS", "attic")
+    monkeypatch.setenv("SMALTI_PLUGINS", "attic,cache")
 
 
 @pytest.fixture
 def run(capsys):
     return commands(capsys, "cache")
-
-
-# --- the file -------------------------------------------------------------------------------------------------------
-
-
-def test_what_was_put_is_there_for_every_process(kept):
-    kept.put("one", {"n": 1})
-    kept.put("two", [2])
-    other = CacheFile("attic")
-    assert (other.get("one"), other.get("two"), other.get("three"), other.entries()) == ({"n": 1}, [2], None, 2)
-
-
-def test_looking_makes_nothing(kept, home):
-    assert (kept.get("one"), kept.entries(), kept.size(), kept.clear()) == (None, 0, 0, Cleared(count=0, bytes=0))
-    assert not home.exists()
-
-
-def test_processes_that_write_at_the_same_time_lose_nothing(kept):
-    code = (
-        "import sys\nfrom smalti.plugins import CacheFile\nfor n in range(25): CacheFile('attic').put(f'{sys.argv[1]}-{n}', n)"
-    )
-    processes = [subprocess.Popen([sys.executable, "-c", code, name]) for name in "abc"]
-    assert [process.wait(60) for process in processes] == [0, 0, 0]
-    assert kept.entries() == 75
-
-
-@pytest.mark.parametrize(
-    "text", ["", "{", "[]", '{"format": 1}', '{"format": 1, "entries": []}', '{"format": 99, "entries": {}}', "\x00"]
-)
-def test_a_broken_file_is_told_and_replaced(kept, notes, text):
-    kept.put("one", 1)
-    kept.path.write_text(text)
-    assert (kept.get("one"), len(notes), "is damaged and will be replaced" in notes[0]) == (None, 1, True)
-    kept.put("two", 2)
-    assert (kept.get("two"), len(notes)) == (2, 1)
-
-
-def test_a_folder_that_cannot_be_written_is_told_and_stops_nobody(kept, notes, home):
-    home.parent.write_text("a file where the folder should be")
-    kept.put("one", 1)
-    assert (kept.get("one"), kept.entries()) == (None, 0)
-    assert "not cached" in notes[0]
-
-
-def test_clearing_takes_the_entries_and_tells_their_bytes(kept):
-    kept.put("one", 1)
-    size = kept.size()
-    assert (kept.clear(), kept.entries(), kept.path.exists()) == (Cleared(count=1, bytes=size), 0, False)
-
-
-def test_a_file_in_which_something_else_is_can_be_cleared(kept):
-    kept.put("one", 1)
-    kept.path.write_text("{")
-    assert kept.clear() == Cleared(count=0, bytes=1)
-
-
-# --- all of them ----------------------------------------------------------------------------------------------------
 
 
 def test_every_cache_is_listed_with_its_place_and_size(attic, run, kept):
@@ -146,7 +84,7 @@ def test_an_unknown_cache_gets_the_nearest_ones(attic, run):
 
 
 def test_a_cache_of_a_plugin_that_is_left_out_says_so(run, monkeypatch):
-    monkeypatch.setenv("SMALTI_WITHOUT", "all")
+    monkeypatch.setenv("SMALTI_WITHOUT", "fsdp2")
     code, _, errors = run("clear", "fsdp-blocks")
     assert (code, "the plugin 'fsdp2' is installed but disabled" in errors) == (4, True)
 
@@ -162,7 +100,8 @@ def test_what_was_counted_and_measured_for_plans_is_listed_and_cleared(run, home
     assert kept.entries() == 0
 
 
-def test_a_page_can_list_and_clear_without_the_command_line(plugins):
+def test_a_page_can_list_and_clear_without_the_command_line():
+    plugins = load_plugins()
     assert all(each.entries == 0 for each in list_caches(plugins))
     with pytest.raises(UserError, match="unknown cache 'attic'"):
         find_cache(plugins, "attic").clear()
@@ -176,3 +115,8 @@ def test_nobody_is_asked_where_nobody_can_answer(attic, kept, tmp_path):
         command, stdin=subprocess.DEVNULL, env={**os.environ, "PYTHONPATH": path}, capture_output=True, timeout=60
     )
     assert (done.returncode, kept.entries()) == (0, 0)
+
+
+def test_a_configuration_without_this_plugin_has_no_encodings(run, tmp_path):
+    code, out, errors = run("ls", "--plugins=fsdp2", f"--output_dir={tmp_path}")
+    assert (code, "fsdp-blocks" in out, "no latents and captions found" in errors) == (0, True, True), errors

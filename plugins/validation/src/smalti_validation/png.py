@@ -10,7 +10,7 @@ from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from smalti.errors import UserError
+from smalti import UserError
 from smalti.system import atomic_write
 
 if TYPE_CHECKING:
