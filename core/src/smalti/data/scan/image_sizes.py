@@ -134,9 +134,7 @@ def _png(file: Window) -> Size:
             if not (orientation := _exif(file, at + 8)):
                 raise UnknownLayoutError("EXIF data without an orientation; XMP may have it")
             return width, height, orientation
-        if name == b"tEXt" and file.at(at + 8, min(16, length)).startswith(b"Raw profile type"):
-            raise UnknownLayoutError("EXIF data as text")
-        if name in (b"zTXt", b"iTXt") and file.at(at + 8, min(16, length)).startswith(b"Raw profile type"):
+        if name in (b"tEXt", b"zTXt", b"iTXt") and file.at(at + 8, min(16, length)).startswith(b"Raw profile type"):
             raise UnknownLayoutError("EXIF data as text")
         at += 12 + length
 
@@ -286,9 +284,7 @@ def _pair(numbers: tuple[int, ...]) -> tuple[int, int]:
     return first, second
 
 
-EXTENSIONS = frozenset(
-    (".png", ".jpg", ".jpeg", ".jfif", ".jpe", ".webp", ".avif", ".bmp", ".gif", ".tif", ".tiff"),
-)
+EXTENSIONS = frozenset((".png", ".jpg", ".jpeg", ".jfif", ".jpe", ".webp", ".avif", ".bmp", ".gif", ".tif", ".tiff"))
 """File name extensions of images, in any case."""
 
 MAX_PIXELS = 89_478_485
@@ -313,8 +309,6 @@ DECODING_ERRORS = (
 
 # Of damaged metadata: one for each file and tag, without the name of the file. An image that cannot be used is listed anyway.
 warnings.filterwarnings("ignore", module=r"PIL\.")
-
-_ORIENTATION = 0x0112
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -351,7 +345,9 @@ def open_image(data: bytes) -> Image.Image:
     try:
         image = Image.open(io.BytesIO(data))
     except DECODING_ERRORS as error:
-        raise BadSampleError(f"not a readable image: {_reason(error)}") from error
+        # Pillow's own text for an unknown file names the buffer object and nothing else.
+        reason = "unknown format" if "cannot identify" in str(error) else str(error) or type(error).__name__
+        raise BadSampleError(f"not a readable image: {reason}") from error
     check_pixels(*image.size)
     return image
 
@@ -379,8 +375,3 @@ def _size(data: bytes) -> tuple[int, int]:
     with open_image(data) as image:
         width, height = image.size
         return (height, width) if orientation(image) in _SWAPPED else (width, height)
-
-
-def _reason(error: Exception) -> str:
-    # Pillow's own text for an unknown file names the buffer object and nothing else.
-    return "unknown format" if "cannot identify" in str(error) else (str(error) or type(error).__name__)
