@@ -186,20 +186,20 @@ class CachedTexts:
 
     @staticmethod
     def key(text: str, *, negative: bool = False) -> Key:
-        """The key of a caption, or of a negative prompt. The empty prompt is the same as both."""
-        return single_key(("text", _TEXT_RECIPE), text, int(negative and text != ""))
+        """The key of a caption, or of a negative prompt."""
+        return single_key(("text", _TEXT_RECIPE), text, int(negative))
 
     @staticmethod
     def keys(texts: pa.Array) -> Keys:
         """The keys of captions."""
         return Hasher(len(texts), "text", _TEXT_RECIPE).texts(texts).numbers(0).keys()
 
-    def rows(self, texts: Sequence[str], *, negative: bool = False) -> Conditioning:
+    def rows(self, texts: Sequence[str | None], *, negative: bool = False) -> Conditioning:
         """Conditioning with a leading dimension of len(texts), on the CPU, as `encode_captions` returns it.
 
-        With `negative`, as `encode_negative_prompts` does.
+        With `negative`, as `encode_negative_prompts` does; None is no negative prompt, which is the empty caption.
         """
-        entries = self._entries([self.key(text, negative=negative) for text in texts])
+        entries = self._entries([self.key(text or "", negative=negative and text is not None) for text in texts])
         return {name: torch.stack([entry[name] for entry in entries]) for name in entries[0]}
 
     def _entries(self, keys: Sequence[Key]) -> list[Entry]:
