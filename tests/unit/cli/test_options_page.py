@@ -6,6 +6,7 @@ import pytest
 
 from smalti.cli.pages.options import default_text, describe, facts, matching, reference_page
 from smalti.config.options import OptionGroup, Options, Schema, option
+from smalti.plugins import load_plugins, schema_of
 
 
 class Sample(Options):
@@ -29,6 +30,13 @@ def test_a_row_of_the_reference_page_tells_everything():
     assert "| `small` | number (> 0, <= 1) | 1e-08 | A \\| B. |" in page
     told = "Any. Only with `--whole`. Effect: more for less. Also accepted: `old`. Accelerate YAML: `key`."
     assert f"| `sign` | integer | 0 | {told} |" in page
+
+
+def test_no_option_says_its_default_twice():
+    options = schema_of(load_plugins()).options.values()
+    texts = {one.name: " ".join(facts(one, choices=True, whole=True)) for one in options}
+    assert [name for name, text in texts.items() if text.count("Default:") > 1] == []
+    assert all("Default:" in texts[name] for name in ("learning_rate", "seed"))
 
 
 @pytest.mark.parametrize(

@@ -38,10 +38,7 @@ def as_toml(config: Config, *, complete: bool = False, names: Collection[str] | 
             document.add(name, item)
         document.add(tomlkit.nl())
     for name, rows in tables.items():
-        array = tomlkit.aot()
-        for row in rows:
-            array.append(tomlkit.item(row))
-        document.add(name, array)
+        document.add(name, _tables_item(rows))
     if defaults:
         document.add(TABLE, _defaults(config, values.keys()))
     return tomlkit.dumps(document)
@@ -61,9 +58,14 @@ def _defaults(config: Config, given: Collection[str]) -> TomlTable:
 
 
 def toml_item(value: object) -> Item:
-    """A value as TOML has it. A text with double quotes, such as JSON, becomes a literal string, which needs no escapes."""
+    """A value as TOML has it. A text with double quotes, such as JSON, becomes a literal string, which needs no escapes.
+
+    A number without decimals is written without a point: an option for fractions reads it as well.
+    """
     if isinstance(value, str) and '"' in value and "'" not in value and value.isprintable():
         return tomlkit.string(value, literal=True)
+    if isinstance(value, float) and value.is_integer() and abs(value) < 1e15:
+        value = int(value)
     return tomlkit.item(value)
 
 
@@ -93,7 +95,7 @@ def set_values(text: str, schema: Schema, values: Mapping[str, object]) -> str:
     return tomlkit.dumps(document)
 
 
-def _tables_item(value: object) -> object:
+def _tables_item(value: object) -> Item:
     """Rows that tomlkit has read stay as they are, with their comments."""
     if isinstance(value, AoT):
         return value
