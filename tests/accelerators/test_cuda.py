@@ -39,8 +39,8 @@ WAITS = {
     "fsdp2, stableadamw": LOSS_AND_NORM,
     "lion": LOSS_AND_NORM,
     "prodigy": LOSS_AND_NORM | {"prodigy.Prodigy.step": 1},  # the estimate
-    "zero1": LOSS_AND_NORM | {"zero.Stages1And2.norm": 2, "zero.Stages1And2.step": 4},  # DeepSpeed looks for overflows
-    "zero2": LOSS_AND_NORM | {"zero.Stages1And2.norm": 2, "zero.Stages1And2.step": 4},
+    "zero1": LOSS_AND_NORM | {"zero.Stages1And2.norm": 2, "zero.Stages1And2.step": 2},
+    "zero2": LOSS_AND_NORM | {"zero.Stages1And2.norm": 2, "zero.Stages1And2.step": 2},
     "zero3": LOSS_AND_NORM | {"zero.Stage3.norm": 2, "zero.Stage3._step": 1},
 }
 

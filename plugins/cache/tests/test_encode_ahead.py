@@ -40,6 +40,7 @@ from smalti_cache.places import CacheFolders, CachePlace
 from smalti_cache.store import PackStore
 from smalti_testing.tiny import TinyFamily
 from support.cache_parts import earlier_part
+from support.colour_profiles import DISPLAY_P3, SRGB, rgb_profile
 from support.forked_ranks import forked_processes
 
 BATCH = 4
@@ -366,6 +367,40 @@ def test_entries_under_keys_with_the_place_of_the_dataset_are_used(pets, tmp_pat
             torch.equal(one.latents, other.latents)
             for one, other in zip(batches(data, found), batches(data, encoded), strict=True)
         )
+
+
+@pytest.mark.parametrize("content", [True, False], ids=["opened", "sizes from a table"])
+def test_latents_for_which_colour_profiles_were_ignored_are_used_for_images_without_one(tmp_path, capsys, content):
+    """Of 20 images, two have a profile of Display P3, a PNG and a WebP file of 100 KB, and one that of sRGB."""
+    pets = draw(tmp_path / "pets")
+    for number, name, profile in ((3, "03.png", DISPLAY_P3), (5, "05.webp", DISPLAY_P3), (6, "06.png", SRGB)):
+        with Image.open(pets / f"{number:02}.png") as image:
+            image.load()
+        (pets / f"{number:02}.png").unlink()
+        image.save(pets / name, icc_profile=rgb_profile(profile), xmp=bytes(100_000), lossless=True)
+    data = data_of(pets)
+    encoded = encode(Encoding(), data, tmp_path / "now")
+    bucket, before = data.buckets[0], {}
+    index = data.datasets[0].index
+    for sample in range(20):
+        values = index.key(sample), index.etag(sample), bucket.width, bucket.height, 0, 0, 0
+        digest = index.content(sample) if content else 0
+        origin = 0 if content else encoded.latents._origins[0]
+        key = single_key(("latents", "4", "random", "pets"), *values, digest, origin)
+        latents, offset = encoded.latents.get(sample, bucket)
+        before[key] = encoded.latents.entry(latents if sample not in (3, 5) else latents * 0, offset)
+    [folder] = (tmp_path / "now").glob("latents-*")
+    then = tmp_path / "then" / folder.name
+    then.mkdir(parents=True)
+    PackStore(LocalStorage(then), "").put(pack_of(before))
+    capsys.readouterr()
+    for expected in (2, 0):
+        again = Encoding()
+        found = encode(again, data, tmp_path / "then")
+        assert again.images == expected
+        for sample in range(20):
+            assert torch.equal(found.latents.get(sample, bucket)[0], encoded.latents.get(sample, bucket)[0])
+    assert capsys.readouterr().err.count("looking for colour profiles") == 1
 
 
 def test_a_damaged_entry_ends_the_run_and_is_encoded_again_by_the_next(pets, tmp_path):

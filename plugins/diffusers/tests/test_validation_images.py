@@ -57,10 +57,12 @@ def test_a_negative_prompt_is_what_the_pipeline_makes_of_it(family_of, kind):
     model = model_of(family)
     mine, plain = sampled(family, model, negative_prompts=NEGATIVE), sampled(family, model)
     theirs = of_pipeline(family, kind, **argument)
-    if kind == "sdxl":  # an empty one is none here, for which the pipeline has zeros; it encodes one that is given
-        theirs = torch.stack([theirs[0], of_pipeline(family, kind)[1]])
     torch.testing.assert_close(mine, theirs, atol=1e-5, rtol=0)
+    torch.testing.assert_close(plain, of_pipeline(family, kind), atol=1e-5, rtol=0)
     assert not torch.allclose(mine[0], plain[0], atol=1e-4)
+    assert torch.allclose(mine[1], plain[1], atol=1e-4) is (kind != "sdxl")  # whose pipeline has zeros only for none
+    mixed = sampled(family, model, negative_prompts=(NEGATIVE[0], None))
+    torch.testing.assert_close(mixed, torch.stack([mine[0], plain[1]]), atol=1e-5, rtol=0)
 
 
 def test_flux_has_a_negative_prompt_with_true_guidance(family_of):

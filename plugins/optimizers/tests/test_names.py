@@ -6,6 +6,7 @@ from torch import nn
 
 from smalti import OptimizerEntry, UserError
 from smalti.config import resolve
+from smalti.hookspecs import HookSpecs
 from smalti.plugins import Selection, load_plugins, schema_of
 from smalti.plugins.lookup import check_strategy, choose_distributed
 from smalti.training import build_registered, matrices, parameter_groups
@@ -60,3 +61,29 @@ def test_an_older_configuration_names_the_package_where_it_is_absent(name, advic
         with pytest.raises(UserError, match=f"Unknown optimizer '{name}'") as caught:
             check_strategy(choose_distributed(given, plugins), given, plugins)
         assert advice in (caught.value.fix or "")
+
+
+@pytest.mark.parametrize(
+    ("flags", "idle"),
+    [
+        (("--optimizer=SGD", "--adam_beta1=0.5", "--adam_weight_decay=0.1"), ["adam_beta1"]),
+        (("--optimizer=lion", "--adam_beta1=0.5", "--adam_epsilon=1e-6"), ["adam_epsilon"]),
+        (("--optimizer=prodigy", "--adam_weight_decay=0.1"), ["adam_weight_decay"]),
+        (("--optimizer=adamw", "--adam_beta1=0.5", "--adam_epsilon=1e-6"), []),
+        (("--optimizer=stableadamw",), []),
+    ],
+    ids=str,
+)
+def test_settings_that_an_optimizer_does_not_take_get_a_notice(flags, idle):
+    notices = plugin.notices_before_launch(config(*flags))
+    assert [notice.partition(" ")[0] for notice in notices] == idle
+
+
+def test_the_settings_of_all_optimizers_are_known():
+    """Also of those of the core, which this package does not register."""
+    entries = load_plugins().gather(HookSpecs.register_optimizers)
+    registered = {entry.name: entry.accepts for entry in entries if entry.origin.plugin in ("core", "optimizers")}
+    some = {name: accepts for name, accepts in registered.items() if set(accepts) != {"betas", "eps", "weight_decay"}}
+    assert {name: sorted(accepts) for name, accepts in plugin.settings().items() if name in some} == {
+        name: sorted(accepts) for name, accepts in some.items()
+    }

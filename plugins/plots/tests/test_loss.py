@@ -49,6 +49,13 @@ def test_a_plot_is_made_whatever_the_losses_are(tmp_path: Path, losses: tuple[ob
     assert (tmp_path / "loss.png").stat().st_size > 5000
 
 
+def test_the_title_has_the_smoothed_loss_that_the_console_has_shown(tmp_path: Path) -> None:
+    logged = _event("step", 3, loss=0.2, smoothed_loss=0.4321, learning_rate=1e-4)
+    plot_losses([*_steps(0.5, 0.4), logged, *_steps(0.1, first=4)], tmp_path / "loss.png")
+    with Image.open(tmp_path / "loss.png") as image:
+        assert image.info["Description"] == "step 4   smoothed loss 0.4321"
+
+
 def test_the_loss_on_held_out_images_is_kept_by_step_and_forgotten_when_a_run_goes_back() -> None:
     told = [*_steps(0.5, 0.4), _event("eval", 2, loss=0.7), *_steps(0.3, first=3), _event("eval", 3, loss=0.6)]
     assert History.of(told).evaluations == {2: 0.7, 3: 0.6}

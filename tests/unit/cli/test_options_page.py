@@ -6,6 +6,7 @@ import pytest
 
 from smalti.cli.pages.options import default_text, describe, facts, matching
 from smalti.config.options import OptionGroup, Options, Schema, option
+from smalti.plugins import load_plugins, schema_of
 
 
 class Sample(Options):
@@ -22,6 +23,13 @@ SAMPLE = Schema((OptionGroup(name="sample", title="Sample", options=Sample),))
 @pytest.mark.parametrize(("name", "text"), [("small", "1e-08"), ("whole", "1024"), ("sign", "0")])
 def test_defaults_are_told_as_one_would_write_them(name, text):
     assert default_text(SAMPLE.options[name]) == text
+
+
+def test_no_option_says_its_default_twice():
+    options = schema_of(load_plugins()).options.values()
+    texts = {one.name: " ".join(facts(one, choices=True, whole=True)) for one in options}
+    assert [name for name, text in texts.items() if text.count("Default:") > 1] == []
+    assert all("Default:" in texts[name] for name in ("learning_rate", "seed"))
 
 
 @pytest.mark.parametrize(

@@ -320,6 +320,12 @@ def test_a_value_of_the_same_option_that_is_no_secret_is_handled_as_any_other(wr
 # --- the way back ---------------------------------------------------------------------------------------------------
 
 
+def test_numbers_without_decimals_are_written_without_a_point(configure):
+    text = as_toml(configure("--resolution=64", "--learning_rate=0.5", "--max_grad_norm=2.0"))
+    lines = {line.partition("#")[0].rstrip() for line in text.splitlines()}
+    assert {"resolution = 64", "learning_rate = 0.5", "max_grad_norm = 2"} <= lines
+
+
 def test_the_toml_of_a_configuration_gives_it_again(configure, write):
     config = configure(
         "--seed=5",

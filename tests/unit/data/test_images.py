@@ -15,10 +15,11 @@ import torch
 from PIL import Image
 
 from smalti.data.buckets import Bucket, CropSettings
-from smalti.data.images import crop, decode, normalised
+from smalti.data.images import crop, decode, normalised, srgb_transform
 from smalti.data.scan.image_sizes import read_header
 from smalti.data.scan.quarantine import BadSampleError
 from smalti.data.storage.local import LocalStorage
+from support.colour_profiles import ADOBE_GAMMA, ADOBE_RGB, DISPLAY_P3, SRGB, grey_profile, ink_profile, rgb_profile, values_in
 
 SAME = CropSettings(resolution=8, alignment=8)
 
@@ -66,6 +67,65 @@ def test_inks_become_light() -> None:
     red = Image.new("CMYK", (8, 8), (0, 255, 255, 0))
 
     assert colour_of(red, "TIFF") == (255, 0, 0)
+
+
+COLOURS = [(200, 30, 30), (240, 130, 20), (224, 172, 140), (70, 140, 50), (128, 128, 128), (255, 255, 255)]
+
+
+@pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP", "AVIF", "TIFF"])
+@pytest.mark.parametrize(("primaries", "gamma"), [(DISPLAY_P3, None), (ADOBE_RGB, ADOBE_GAMMA)], ids=["p3", "adobe"])
+@pytest.mark.parametrize("colour", COLOURS, ids=str)
+def test_colours_with_a_profile_become_srgb(kind: str, primaries: np.ndarray, gamma: float | None, colour: tuple) -> None:
+    image = Image.new("RGB", (8, 8), values_in(primaries, gamma, colour))
+    options = {"quality": 100, "subsampling": "4:4:4"} if kind in ("JPEG", "AVIF") else {"lossless": True}
+
+    found = colour_of(image, kind, icc_profile=rgb_profile(primaries, gamma), **options)
+
+    assert np.abs(np.subtract(found, colour)).max() <= 3
+
+
+def test_profiles_hold_for_every_mode_of_images() -> None:
+    """Grey, 16 bits, palettes, transparency on white, inks, and grey images with a profile of RGB."""
+    p3, red = rgb_profile(DISPLAY_P3), values_in(DISPLAY_P3, None, (200, 30, 30))
+    palette = Image.new("P", (8, 8), 1)
+    palette.putpalette([0, 0, 0, *red])
+    half = Image.new("RGBA", (8, 8), (*red, 0))
+    half.paste((*red, 255), (4, 0, 8, 8))
+    shade = Image.fromarray(np.full((8, 8), 128 * 257, dtype=np.uint16))
+
+    assert colour_of(palette, icc_profile=p3) == pytest.approx((200, 30, 30), abs=2)
+    assert colour_of(half, icc_profile=p3) == pytest.approx((200, 30, 30), abs=2)
+    assert decode(encoded(half, icc_profile=p3), SAME, Bucket(8, 8))[:, 4, 1].tolist() == [255, 255, 255]
+    linear = grey_profile(1.0)
+    for image in (Image.new("L", (8, 8), 128), Image.new("LA", (8, 8), (128, 255)), shade):
+        assert colour_of(image, icc_profile=linear) == pytest.approx((188, 188, 188), abs=1)
+        assert colour_of(image, icc_profile=p3) == (128, 128, 128)
+    assert colour_of(Image.new("CMYK", (8, 8), (0, 255, 255, 0)), "TIFF", icc_profile=ink_profile()) == (119, 119, 119)
+
+
+@pytest.mark.parametrize(
+    ("mode", "profile", "logged"),
+    [
+        ("RGB", rgb_profile(SRGB), False),
+        ("RGB", b"no profile", True),
+        ("RGB", rgb_profile(DISPLAY_P3)[:200], True),
+        ("RGB", grey_profile(1.0), True),
+        ("CMYK", rgb_profile(DISPLAY_P3), True),
+    ],
+    ids=["srgb", "damaged", "truncated", "grey", "not of inks"],
+)
+def test_a_profile_of_srgb_or_one_that_cannot_be_used_changes_nothing(
+    mode: str, profile: bytes, logged: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Not even by rounding, so that latents that were cached before are right."""
+    noise = np.random.default_rng(3).integers(0, 256, (48, 64, len(mode)), dtype=np.uint8)
+    image = Image.fromarray(noise, mode)
+    srgb_transform.cache_clear()
+
+    plain, profiled = (decode(encoded(image, "TIFF", **more), SAME, Bucket(8, 8)) for more in ({}, {"icc_profile": profile}))
+
+    assert np.array_equal(plain, profiled)
+    assert ("a colour profile is ignored" in caplog.text) is logged
 
 
 def test_a_moving_picture_gives_its_first_frame() -> None:

@@ -25,7 +25,10 @@ def card():
             averaged=True,
             metadata={"base_model": base_model, "base_model_relation": "adapter", "tags": ["lora"]},
             images=images,
-            usages=[Usage(tool="diffusers", text='pipeline.load_lora_weights("ann/cat")')],
+            usages=[
+                Usage(tool="diffusers", text='pipeline.load_lora_weights("ann/cat")'),
+                Usage(tool="ComfyUI", text="export again", needs_run=True),
+            ],
         )
 
     return card
@@ -46,6 +49,9 @@ def test_the_head_is_what_the_hub_reads(card):
     }
     assert MARK in text
     assert "![zwx cat 1](images/0.png)" in text
+    assert "trained from ann/base with smalti" in text
+    assert "Trained with the prompt `zwx cat: a`" in text
+    assert "ComfyUI" not in text
 
 
 def test_settings_and_how_to_load_are_there_and_no_folder_of_the_machine(card):
@@ -57,6 +63,7 @@ def test_settings_and_how_to_load_are_there_and_no_folder_of_the_machine(card):
     assert "/home" not in text
     assert "base_model" not in head(text)
     assert "base_model_relation" not in head(text)
+    assert "family sdxl, trained with smalti" in text
 
 
 def test_images_are_those_of_the_last_validation_up_to_the_step_that_are_still_there(tmp_path):

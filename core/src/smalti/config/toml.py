@@ -58,9 +58,14 @@ def _defaults(config: Config, given: Collection[str]) -> TomlTable:
 
 
 def toml_item(value: object) -> Item:
-    """A value as TOML has it. A text with double quotes, such as JSON, becomes a literal string, which needs no escapes."""
+    """A value as TOML has it. A text with double quotes, such as JSON, becomes a literal string, which needs no escapes.
+
+    A number without decimals is written without a point: an option for fractions reads it as well.
+    """
     if isinstance(value, str) and '"' in value and "'" not in value and value.isprintable():
         return tomlkit.string(value, literal=True)
+    if isinstance(value, float) and value.is_integer() and abs(value) < 1e15:
+        value = int(value)
     return tomlkit.item(value)
 
 

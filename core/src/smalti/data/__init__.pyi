@@ -50,7 +50,7 @@ from .from_options import (
     total_steps as total_steps,
     was_scanned as was_scanned,
 )
-from .images import Bytes as Bytes, normalised as normalised
+from .images import Bytes as Bytes, normalised as normalised, srgb_transform as srgb_transform
 from .loader import Batch as Batch, Loader as Loader, MicroBatch as MicroBatch
 from .order import (
     Beginning as Beginning,

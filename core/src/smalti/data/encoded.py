@@ -52,10 +52,11 @@ class CachedLatents(Protocol):
 class CachedTexts(Protocol):
     """The conditioning of all texts of a run: captions, prompts and negative prompts of periodic work, the empty prompt."""
 
-    def rows(self, texts: Sequence[str], *, negative: bool = False) -> Conditioning:
+    def rows(self, texts: Sequence[str | None], *, negative: bool = False) -> Conditioning:
         """Conditioning with a leading dimension of len(texts), on the CPU, as `encode_captions` returns it.
 
-        With `negative`, as `encode_negative_prompts` does. Raises UserError if it cannot be read.
+        With `negative`, as `encode_negative_prompts` does, with None for no negative prompt. Raises UserError if it cannot
+        be read.
         """
         ...
 
@@ -69,10 +70,10 @@ class Encoded:
     held_out: CachedLatents | None = None
     """Latents of the held-out images, if there are any."""
 
-    def conditioning(self, texts: Sequence[str], device: str, *, negative: bool = False) -> Conditioning | None:
+    def conditioning(self, texts: Sequence[str | None], device: str, *, negative: bool = False) -> Conditioning | None:
         """Returns the conditioning of these captions, on the device; None if texts are encoded in every step.
 
-        With `negative`, they are negative prompts.
+        With `negative`, they are negative prompts, or None for none.
         """
         if self.texts is None:
             return None

@@ -5,18 +5,23 @@ Shapes: B images, H, W pixels, 3 colours (red, green, blue).
 
 from __future__ import annotations
 
+import io
+import logging
 from collections.abc import Callable
+from functools import lru_cache
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from PIL import Image
+from PIL import Image, ImageChops, ImageCms
 from torch import Tensor
 
 from smalti.data.buckets import Bucket, CropSettings
 from smalti.data.scan.image_sizes import DECODING_ERRORS, open_image, orientation
 from smalti.data.scan.quarantine import BadSampleError
 from smalti.data.storage.protocol import StorageError, TransientStorageError
+
+_log = logging.getLogger(__name__)
 
 Bytes = NDArray[np.uint8]
 
@@ -43,7 +48,7 @@ def read_image(read: Callable[[], bytes], crop_settings: CropSettings, bucket: B
 
 
 def decode(data: bytes, crop_settings: CropSettings, bucket: Bucket) -> Bytes:
-    """An image as (3, H, W) bytes: upright, RGB on white, scaled for its bucket but not yet cropped.
+    """An image as (3, H, W) bytes: upright, sRGB on white, scaled for its bucket but not yet cropped.
 
     Raises BadSampleError for anything but a complete, readable image.
     """
@@ -55,9 +60,11 @@ def decode(data: bytes, crop_settings: CropSettings, bucket: Bucket) -> Bytes:
         image.draft(None, (2 * max(target), 2 * max(target)))
         try:
             upright = image.transpose(_UPRIGHT[turn]) if turn in _UPRIGHT else image
-            rgb = on_white(upright)
-            if rgb.size != target:
-                rgb = rgb.resize(target, Image.Resampling.LANCZOS)
+            to_srgb = srgb_transform(image.info.get("icc_profile"), image.mode)
+            flat = upright if to_srgb and image.mode == "CMYK" else on_white(upright)
+            if flat.size != target:
+                flat = flat.resize(target, Image.Resampling.LANCZOS)
+            rgb = to_srgb.apply(flat.convert(to_srgb.inputMode)) if to_srgb else flat
         except DECODING_ERRORS as error:
             raise BadSampleError(f"the image is damaged: {error or type(error).__name__}") from error
     return np.ascontiguousarray(np.asarray(rgb).transpose(2, 0, 1))
@@ -72,9 +79,29 @@ def on_white(image: Image.Image) -> Image.Image:
         image = Image.fromarray(((levels * 255 + 32767) // 65535).astype(np.uint8))
     if image.has_transparency_data:
         cover = image.convert("RGBA")
-        white = Image.new("RGBA", cover.size, "white")
-        return Image.alpha_composite(white, cover).convert("RGB")
+        return Image.alpha_composite(Image.new("RGBA", cover.size, "white"), cover).convert("RGB")
     return image.convert("RGB")
+
+
+@lru_cache(maxsize=32)
+def srgb_transform(profile: bytes | None, mode: str) -> ImageCms.ImageCmsTransform | None:
+    """The conversion to sRGB of an image in Pillow's `mode` with an ICC profile, from its `inputMode`.
+
+    None without a profile, for one that is as good as sRGB, and for one that cannot be used, which is logged once.
+    """
+    if not profile:
+        return None
+    try:
+        source = ImageCms.ImageCmsProfile(io.BytesIO(profile))
+        is_grey = source.profile.xcolor_space == "GRAY" and Image.getmodebase(mode) == "L"
+        own = "CMYK" if mode == "CMYK" else "L" if is_grey else "RGB"
+        transform = ImageCms.buildTransform(source, ImageCms.createProfile("sRGB"), own, "RGB")
+    except (ImportError, OSError, ImageCms.PyCMSError) as error:
+        _log.warning("a colour profile is ignored, because it cannot be used for an image of mode %s: %s", mode, error)
+        return None
+    sample = Image.fromarray((np.indices((6, 6, 6)).T * 51).astype(np.uint8).reshape(36, 6, 3)).convert(own)
+    changes = ImageChops.difference(transform.apply(sample), sample.convert("RGB")).getextrema()
+    return transform if np.max(changes) > 2 else None  # profiles of sRGB differ by rounding
 
 
 def crop(image: Bytes, bucket: Bucket, offset: tuple[int, int]) -> Bytes:

@@ -49,8 +49,9 @@ class SampleRequest:
     `conditioning` is that of the prompts and `unconditional` that of as many negative prompts, where they were encoded before
     training; both are None for families that are not `cacheable`.
 
-    `negative_prompts` are as many as `prompts`; () for empty ones. `guidance_rescale` is the share of a guided prediction that
-    is rescaled to the standard deviation of the prediction for the prompt (Lin et al. 2023, section 3.4); 0 is none.
+    `negative_prompts` are as many as `prompts`, None for an image without one; () for no negative prompts. `guidance_rescale`
+    is the share of a guided prediction that is rescaled to the standard deviation of the prediction for the prompt (Lin et
+    al. 2023, section 3.4); 0 is none.
     """
 
     prompts: Sequence[str]
@@ -62,7 +63,7 @@ class SampleRequest:
     objective: Objective
     conditioning: Conditioning | None = None
     unconditional: Conditioning | None = None
-    negative_prompts: Sequence[str] = ()
+    negative_prompts: Sequence[str | None] = ()
     guidance_rescale: float = 0.0
 
 
@@ -124,12 +125,12 @@ class ModelFamily:
         """The raw prediction, shaped like `noisy`. `timesteps` is (B,), in [0, 1000], 1000 being pure noise."""
         ...
 
-    def encode_negative_prompts(self, prompts: Sequence[str]) -> Conditioning:
+    def encode_negative_prompts(self, prompts: Sequence[str | None]) -> Conditioning:
         """Conditioning of negative prompts, shaped as that of captions. By default the same.
 
-        The row of "" is that of `encode_captions`.
+        None is a prompt without one, which guides away from the empty caption: its row is that of "" in `encode_captions`.
         """
-        return self.encode_captions(prompts)
+        return self.encode_captions([text or "" for text in prompts])
 
     def weights(self, seed: int) -> Weights:
         """The weights to start from, by default random ones. `seed` matters only for those. The same on every rank."""
@@ -243,7 +244,7 @@ class ModelFamily:
         """Conditioning of the prompts, and of the negative prompts: from the request, else encoded now, as in training."""
         if request.conditioning is not None and request.unconditional is not None:
             return request.conditioning, request.unconditional
-        negative = request.negative_prompts or [""] * len(request.prompts)
+        negative = request.negative_prompts or [None] * len(request.prompts)
         with torch.autocast(self.device.type, enabled=False):
             return self.encode_captions(request.prompts), self.encode_negative_prompts(negative)
 

@@ -53,8 +53,12 @@ def model_card(
         images: (prompt, name of the file in the export).
     """
     images = tuple(images)
-    head = yaml.safe_dump(_head(config, metadata, images), sort_keys=False, allow_unicode=True)
-    return "\n".join((f"---\n{head}---\n{MARK}\n", f"# {title}\n", *_body(config, family, step, averaged, images, usages)))
+    head = _head(config, metadata, images)
+    kind = "EMA weights" if averaged else "weights"
+    base = f" from {head['base_model']}" if "base_model" in head else ""
+    made = f"The {kind} of step {step} of a model of the family {family}, trained{base} with smalti {version('smalti')}."
+    text = yaml.safe_dump(head, sort_keys=False, allow_unicode=True)
+    return "\n".join((f"---\n{text}---\n{MARK}\n", f"# {title}\n", made, *_body(config, head, images, usages)))
 
 
 def _head(config: Config, metadata: Mapping[str, object], images: tuple[tuple[str, str], ...]) -> dict[str, object]:
@@ -74,14 +78,14 @@ def _on_the_hub(model: str) -> bool:
 
 
 def _body(
-    config: Config, family: str, step: int, averaged: bool, images: Iterable[tuple[str, str]], usages: Iterable[Usage]
+    config: Config, head: Mapping[str, object], images: Iterable[tuple[str, str]], usages: Iterable[Usage]
 ) -> Iterator[str]:
-    kind = "EMA weights" if averaged else "weights"
-    yield f"The {kind} of step {step} of a model of the family {family}, trained with smalti {version('smalti')}."
     yield "The license of the base model applies.\n"
+    if "instance_prompt" in head:
+        yield f"Trained with the prompt `{_plain(str(head['instance_prompt']))}`: use its words in prompts.\n"
     for prompt, name in images:
         yield f"![{_plain(prompt)}]({name})\n*{_plain(prompt)}*\n"
-    if usages := tuple(usages):
+    if usages := [usage for usage in usages if not usage.needs_run]:
         yield "## Use\n"
     for usage in usages:
         yield f"{usage.tool}:\n\n```\n{usage.text}\n```\n"

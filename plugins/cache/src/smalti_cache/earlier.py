@@ -27,7 +27,7 @@ _TEXT_RECIPE = 1
 
 
 def earlier_text_key(text: str, *, negative: bool) -> str:
-    return _key(_TEXT_RECIPE, text, *(["negative"] if negative and text else []))
+    return _key(_TEXT_RECIPE, text, *(["negative"] if negative else []))
 
 
 def earlier_latents_key(data: PreparedData, position: int, row: int, bucket: Bucket, *, flipped: bool) -> str:

@@ -26,10 +26,12 @@ from smalti_cache.entries import Entry
 from smalti_cache.keys import Hasher, Key, Keys, single_key
 from smalti_cache.store import PackStore
 
-_RECIPE = "4"
-"""Increase it when the same file and crop give other pixels than before. Then `earlier_keys` has to return nothing."""
+_RECIPE = "5"
+"""Increase it when the same file and crop give other pixels than before. Then `earlier_keys` has to say for which images."""
+_UNMANAGED_RECIPE = "4"
+"""Of keys under which the colour profiles of images were ignored."""
 _LOCATED_RECIPE = "3"
-"""Of earlier keys, which contain the location of the dataset."""
+"""Of such keys that contain the location of the dataset."""
 IMAGE_COLUMNS = ("key", "etag", "content")
 """The columns of an index that keys depend on."""
 _TEXT_RECIPE = "2"
@@ -69,6 +71,7 @@ class CachedLatents:
         sizes: NDArray[np.int64],
         *,
         flipped: bool,
+        recipe: str = _RECIPE,
     ) -> Keys:
         """The keys of consecutive rows of a dataset.
 
@@ -78,10 +81,11 @@ class CachedLatents:
             numbers: of the buckets; what the keys of rows with -1 are has no meaning.
             sizes: (rows, 2), width and height.
             flipped: whether the images are mirrored.
+            recipe: of these keys.
         """
         content = columns["content"].to_numpy()
         origin = np.where(content == 0, self._origins[position], 0)
-        hasher = self._hasher(self._constants(position), position, columns, numbers, sizes)
+        hasher = self._hasher(self._constants(position, recipe), position, columns, numbers, sizes)
         return hasher.numbers(int(flipped)).numbers(content).numbers(origin).keys()
 
     def earlier_keys(
@@ -92,15 +96,20 @@ class CachedLatents:
         sizes: NDArray[np.int64],
         *,
         flipped: bool,
-    ) -> Iterator[Keys]:
-        """Yields other keys that entries of the same rows may have: of earlier versions, and of scans without digests."""
-        dataset = self.data.datasets[position]
-        kind, _, *others = self._constants(position)
-        located = kind, _LOCATED_RECIPE, dataset.storage.location, *others
-        yield self._hasher(located, position, columns, numbers, sizes).numbers(int(flipped)).keys()
+    ) -> Iterator[tuple[Keys, bool]]:
+        """Yields other keys that entries of the same rows may have: of scans without digests, and of earlier versions.
+
+        Each with whether the entries are right only for images without a colour profile (`is_srgb`).
+        """
+        given = position, columns, numbers, sizes
+        unopened = columns | {"content": pa.array(np.zeros(len(numbers), dtype=np.int64))}
         if columns["content"].to_numpy().any():
-            hasher = self._hasher(self._constants(position), position, columns, numbers, sizes)
-            yield hasher.numbers(int(flipped)).numbers(0).numbers(self._origins[position]).keys()
+            yield self.keys(position, unopened, numbers, sizes, flipped=flipped), False
+            yield self.keys(position, unopened, numbers, sizes, flipped=flipped, recipe=_UNMANAGED_RECIPE), True
+        yield self.keys(*given, flipped=flipped, recipe=_UNMANAGED_RECIPE), True
+        kind, _, *others = self._constants(position)
+        located = kind, _LOCATED_RECIPE, self.data.datasets[position].storage.location, *others
+        yield self._hasher(located, *given).numbers(int(flipped)).keys(), True
 
     def _hasher(
         self,
@@ -150,11 +159,11 @@ class CachedLatents:
                 found[place] = entry["latents"], (left, top)
         return [found[place] for place in range(len(images))]
 
-    def _constants(self, position: int) -> tuple[str, ...]:
+    def _constants(self, position: int, recipe: str = _RECIPE) -> tuple[str, ...]:
         """What the keys of all images of a dataset depend on."""
         dataset, settings = self.data.datasets[position], self.data.crop_settings[position]
         style = settings.crop_style if settings.crop else ""
-        return "latents", _RECIPE, style, dataset.spec.id if style == "random" else ""
+        return "latents", recipe, style, dataset.spec.id if style == "random" else ""
 
     def _scaled(self, position: int, size: tuple[int, int], bucket: Bucket) -> tuple[int, int]:
         """Returns the size to which an image is scaled, if `maximum_image_size` makes it another one than usual."""
@@ -177,20 +186,20 @@ class CachedTexts:
 
     @staticmethod
     def key(text: str, *, negative: bool = False) -> Key:
-        """The key of a caption, or of a negative prompt. The empty prompt is the same as both."""
-        return single_key(("text", _TEXT_RECIPE), text, int(negative and text != ""))
+        """The key of a caption, or of a negative prompt."""
+        return single_key(("text", _TEXT_RECIPE), text, int(negative))
 
     @staticmethod
     def keys(texts: pa.Array) -> Keys:
         """The keys of captions."""
         return Hasher(len(texts), "text", _TEXT_RECIPE).texts(texts).numbers(0).keys()
 
-    def rows(self, texts: Sequence[str], *, negative: bool = False) -> Conditioning:
+    def rows(self, texts: Sequence[str | None], *, negative: bool = False) -> Conditioning:
         """Conditioning with a leading dimension of len(texts), on the CPU, as `encode_captions` returns it.
 
-        With `negative`, as `encode_negative_prompts` does.
+        With `negative`, as `encode_negative_prompts` does; None is no negative prompt, which is the empty caption.
         """
-        entries = self._entries([self.key(text, negative=negative) for text in texts])
+        entries = self._entries([self.key(text or "", negative=negative and text is not None) for text in texts])
         return {name: torch.stack([entry[name] for entry in entries]) for name in entries[0]}
 
     def _entries(self, keys: Sequence[Key]) -> list[Entry]:

@@ -155,7 +155,7 @@ class Encoder:
             )
         stores = list(dict.fromkeys(latents.stores))
         self._refresh(stores)
-        wanted = WantedImages(latents)
+        wanted = WantedImages(latents, ProgressLine.say if self.world.is_main else None)
         counts = self._count(stores, lambda: [wanted.count(number) for number in wanted.share(self.world)])
         missing = [each for _, each in counts]
         first, last = (sum(missing) * rank // self.world.size for rank in (self.world.rank, self.world.rank + 1))

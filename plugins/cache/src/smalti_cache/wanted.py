@@ -6,7 +6,7 @@ by their keys, since many images may have the same one.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -15,10 +15,11 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from smalti import World
-from smalti.data import Bucket, DatasetIndex, PreparedData
+from smalti.data import Bucket, DatasetIndex, PreparedData, Threads
 from smalti_cache.earlier import EarlierParts, earlier_latents_key, earlier_text_key
 from smalti_cache.embedding_cache import IMAGE_COLUMNS, CachedLatents, CachedTexts
 from smalti_cache.keys import Key, Keys
+from smalti_cache.profiles import is_srgb
 from smalti_cache.store import PackStore
 
 CHUNK = 1 << 16
@@ -26,6 +27,7 @@ CHUNK = 1 << 16
 _PASS = 1 << 19
 """Rows of a rank's share of texts that are looked at in one pass."""
 _ORDINALS = 1 << 16
+_READING_THREADS = 16
 
 
 def bucket_numbers(data: PreparedData, dataset: int, start: int, stop: int) -> NDArray[np.int16]:
@@ -65,12 +67,20 @@ class Chunk:
 
 
 class WantedImages:
-    """The images of a run whose latents are missing."""
+    """The images of a run whose latents are missing.
 
-    def __init__(self, latents: CachedLatents) -> None:
+    Args:
+        latents: with their stores.
+        say: called with a line for the user before work that takes long; None says nothing.
+    """
+
+    def __init__(self, latents: CachedLatents, say: Callable[[str], None] | None = None) -> None:
         self._latents = latents
         self._data = latents.data
+        self._say = say
         self._earlier: dict[PackStore, EarlierParts] = {}
+        self._srgb: dict[int, bool] = {}
+        """Rows of the chunk that `count` looks at, as far as their files were opened."""
         self.chunks = [
             Chunk(number, start, min(start + CHUNK, len(dataset.index)))
             for number, dataset in enumerate(self._data.datasets)
@@ -88,6 +98,7 @@ class WantedImages:
         Entries of earlier versions that are found on the way are added to their store, under their present keys.
         """
         wanted, missing = 0, 0
+        self._srgb = {}
         chunk = self.chunks[number]
         store = self._latents.stores[chunk.dataset]
         for rows, variants in self._missing(chunk):
@@ -137,12 +148,15 @@ class WantedImages:
     def _adopt_keys(self, store: PackStore, chunk: Chunk) -> set[Key]:
         """Add references to entries that are there under earlier keys; returns their present keys."""
         before, now = [], []
-        for _, columns, numbers, sizes in self._rows(chunk):
+        for start, columns, numbers, sizes in self._rows(chunk):
             for flipped in self._data.datasets[chunk.dataset].flips:
-                keys = self._latents.keys(chunk.dataset, columns, numbers, sizes, flipped=flipped)
+                given = chunk.dataset, columns, numbers, sizes
+                keys = self._latents.keys(*given, flipped=flipped)
                 wanted = np.flatnonzero((numbers >= 0) & ~store.has(keys))
-                for earlier in self._latents.earlier_keys(chunk.dataset, columns, numbers, sizes, flipped=flipped):
+                for earlier, only_srgb in self._latents.earlier_keys(*given, flipped=flipped):
                     there = store.has(earlier[wanted])
+                    if only_srgb:
+                        there[there] = self._are_srgb(chunk.dataset, start + wanted[there])
                     before.append(earlier[wanted[there]])
                     now.append(keys[wanted[there]])
                     wanted = wanted[~there]
@@ -159,10 +173,24 @@ class WantedImages:
             row = image.sample - self._data.offsets[chunk.dataset]
             key = earlier_latents_key(self._data, chunk.dataset, row, image.bucket, flipped=image.flipped)
             if key in earlier and image.key not in adopted:
-                found.append((image.key, key))
-        if found:
-            store.put_references(earlier.references(found))
-        return len(found)
+                found.append((row, image.key, key))
+        right = self._are_srgb(chunk.dataset, np.array([row for row, _, _ in found], dtype=np.intp))
+        pairs = [(now, before) for (_, now, before), keep in zip(found, right.tolist(), strict=True) if keep]
+        if pairs:
+            store.put_references(earlier.references(pairs))
+        return len(pairs)
+
+    def _are_srgb(self, dataset: int, rows: NDArray[np.intp]) -> NDArray[np.bool_]:
+        """Which of these images have no colour profile that matters. Reads the beginning of their files, once."""
+        unknown = sorted({*rows.tolist()} - self._srgb.keys())
+        if unknown:
+            if self._say:
+                self._say("looking for colour profiles in the images of a cache whose version ignored them; this is done once")
+                self._say = None
+            with Threads(_READING_THREADS, "smalti-profiles") as pool:
+                found = pool.map(partial(is_srgb, self._data.datasets[dataset]), unknown)
+                self._srgb.update(zip(unknown, found, strict=True))
+        return np.array([self._srgb[row] for row in rows.tolist()], dtype=np.bool_)
 
 
 _Variant = tuple[tuple[int, NDArray[np.int16]], bool, NDArray[np.int64], Keys]

@@ -147,10 +147,12 @@ class Stages1And2:
         zero.clip_grad = limit
         if by_value and limit > 0:
             zero.unscale_and_clip_grads = lambda gradients, _norm: _clamp(gradients, limit)
-        zero.scaled_global_norm = lambda norm_type=2: norm * zero.loss_scale  # known by now
+        zero.scaled_global_norm = lambda norm_type=2: norm * zero.loss_scale  # known by now, and finite
+        checks, zero.check_grad_overflow = zero.check_grad_overflow, False
         try:
             self._engine.step()
         finally:
+            zero.check_grad_overflow = checks
             del zero.scaled_global_norm
             vars(zero).pop("unscale_and_clip_grads", None)
 

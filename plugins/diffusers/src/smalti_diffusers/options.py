@@ -77,7 +77,7 @@ class DiffusersOptions(Options):
     )
     sdxl_empty_prompt: EmptyPrompt = option(
         "auto",
-        help="Embeddings of dropped captions and of the negative prompt. auto: as force_zeros_for_empty_prompt of "
+        help="Embeddings of dropped captions, and of no negative prompt. auto: as force_zeros_for_empty_prompt of "
         "the pipeline.",
         level="advanced",
         when="model_family == sdxl",

@@ -22,7 +22,7 @@ def pipeline_usages(family: PipelineFamily) -> list[Usage]:
     lines = [_IMPORT, _loaded('"{path}"'), _GENERATE]
     found = [Usage(tool="diffusers", text="\n".join(lines))]
     if family.name in FILE_LAYOUTS:
-        found.append(Usage(tool="ComfyUI", text="export again with --single_file"))
+        found.append(Usage(tool="ComfyUI", text="export again with --single_file", needs_run=True))
     return found
 
 
@@ -51,7 +51,7 @@ def adapter_usages(family: PipelineFamily, format: Format, name: str) -> list[Us
         )
         found.append(Usage(tool="ComfyUI", text=copied))
     elif comfyui is not None:
-        found.append(Usage(tool="ComfyUI", text="export again with --format=comfyui"))
+        found.append(Usage(tool="ComfyUI", text="export again with --format=comfyui", needs_run=True))
     if format == "kohya" and family.name in _FORGE:
         found.append(Usage(tool=_FORGE[family.name], text=f"cp {{path}}/{name}.safetensors models/Lora/"))
     return found

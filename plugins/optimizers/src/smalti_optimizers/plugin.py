@@ -2,11 +2,30 @@
 
 from __future__ import annotations
 
-from smalti import OptimizerEntry, hookimpl
+from smalti import Config, OptimizerEntry, hookimpl
+
+_SETTINGS = {"adam_beta1": "betas", "adam_beta2": "betas", "adam_epsilon": "eps", "adam_weight_decay": "weight_decay"}
+_CORE = {"sgd": ("weight_decay",), "adagrad": ("eps", "weight_decay")} | dict.fromkeys(
+    ("adafactor", "adafactor_scaled"), ("weight_decay",)
+)
+"""The optimizers of the core that do not take all settings, with those that they take."""
 
 
 class Optimizers:
     """Registers them; `smalti.training` builds the one that `--optimizer` names."""
+
+    @hookimpl
+    def notices_before_launch(self, config: Config) -> list[str]:
+        from smalti.config import OptimizerOptions
+
+        name = config[OptimizerOptions].optimizer.lower().replace("-", "_")
+        taken, given = self.settings().get(name, tuple(_SETTINGS.values())), config.given()
+        idle = [option for option, setting in _SETTINGS.items() if setting not in taken and option in given]
+        return [f"{option} has no effect: the optimizer {name} does not use it" for option in idle]
+
+    def settings(self) -> dict[str, tuple[str, ...]]:
+        """What the optimizers of this package and of the core take; those of other packages, and AdamW, are not in it."""
+        return _CORE | {entry.name: entry.accepts for entry in self.register_optimizers()}
 
     @hookimpl
     def register_optimizers(self) -> list[OptimizerEntry]:

@@ -33,6 +33,8 @@ class History:
     validations: list[int] = field(default_factory=list)
     evaluations: dict[int, float] = field(default_factory=dict)
     """The loss on held-out images, by step."""
+    smoothed_loss: float | None = None
+    """The last one that the console and `smalti run` have shown. None in events of versions that did not write it."""
 
     @classmethod
     def of(cls, events: Iterable[Event]) -> History:
@@ -59,6 +61,8 @@ class History:
             self.validations = [mark for mark in self.validations if mark < step]
             self.evaluations = {mark: loss for mark, loss in self.evaluations.items() if mark < step}
         self.steps.append(step)
+        if (smoothed := event.number("smoothed_loss")) is not None:
+            self.smoothed_loss = smoothed
         self.losses.append(_or_nan(event.number("loss")))
         self.learning_rates.append(_or_nan(event.number("learning_rate")))
 
@@ -130,7 +134,8 @@ def plot_losses(events: Iterable[Event], target: Path, *, title: str = "") -> No
         axes.spines[["top", "right"]].set_visible(False)
         axes.tick_params(color=_MARK, labelcolor="#343a40", labelsize=9)
     lower.set_xlabel("step")
-    last = f"step {history.steps[-1]:,}" + (f"   smoothed loss {losses.smoothed()[-1]:.4g}" if losses.means else "")
+    loss = history.smoothed_loss
+    last = f"step {history.steps[-1]:,}" + (f"   smoothed loss {loss:.4g}" if loss is not None else "")
     upper.set_title(title, loc="left", fontsize=12)
     upper.set_title(last, loc="right", fontsize=10, color="#343a40")
     rendered = BytesIO()

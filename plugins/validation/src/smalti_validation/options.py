@@ -46,7 +46,9 @@ class ValidationOptions(Options):
         help="File of more validation prompts, by name (TOML, JSON or YAML). Entries can set negative prompt, sizes and seed.",
         aliases=["user_prompt_library"],
     )
-    validation_negative_prompt: str = option("", help="Negative prompt of validation images. Default: the empty prompt.")
+    validation_negative_prompt: str | None = option(
+        None, help='Negative prompt of validation images. "" is the empty text, which SDXL tells from none.'
+    )
     validation_step_interval: int = option(
         0,
         help="Generate validation images every N steps and at the end. 0: only at the end.",

@@ -33,7 +33,7 @@ class ValidationPrompt:
     stem: str
     prompt: str
     shown: str
-    negative_prompt: str
+    negative_prompt: str | None
     seed: int
     adapter_strength: float
     sizes: tuple[tuple[int, int], ...] = ()
@@ -79,7 +79,7 @@ def _library(path: Path, options: ValidationOptions) -> Iterator[ValidationPromp
             stem=_words(name),
             prompt=str(entry["prompt"]),
             shown=str(entry["prompt"]),
-            negative_prompt=str(entry.get("negative_prompt", options.validation_negative_prompt)),
+            negative_prompt=str(entry["negative_prompt"]) if "negative_prompt" in entry else options.validation_negative_prompt,
             seed=int(str(entry.get("seed", options.validation_seed))),
             adapter_strength=float(str(entry.get("adapter_strength", options.validation_adapter_strength))),
             sizes=sizes_in(str(entry["resolution"])) if "resolution" in entry else (),

@@ -117,7 +117,7 @@ def settings_of(run: Run, image: PlannedImage, request: SampleRequest | None = N
         "guidance": request.guidance,
         **run.family.sampling_settings(request),
     }
-    if prompt.negative_prompt and not run.family.no_negative_prompt:
+    if prompt.negative_prompt is not None and not run.family.no_negative_prompt:
         settings["negative_prompt"] = str(run.config.masked(prompt.negative_prompt))
     if request.guidance_rescale:
         settings["guidance_rescale"] = request.guidance_rescale

@@ -34,7 +34,8 @@ class Validation(PeriodicWork):
         self.options = config[ValidationOptions]
         self.prompts = validation_prompts(config)
         self.texts = [each.prompt for each in self.prompts]
-        self.negative_texts = list(dict.fromkeys(each.negative_prompt for each in self.prompts if each.negative_prompt))
+        negative = (each.negative_prompt for each in self.prompts)
+        self.negative_texts = list(dict.fromkeys(text for text in negative if text is not None))
         self.inputs = f"validation prompts {sha256(repr(self.prompts).encode()).hexdigest()[:8]}"
         self.base_images: Collection[str] = ()
         """The names of the images that the model before training made of the prompts, if they are there."""

@@ -43,7 +43,11 @@ class Computed:
 
 @dataclass(frozen=True, kw_only=True)
 class Usage:
-    """How a tool loads an export. In `text`, `{path}` stands for the folder and `{prompt}` for a prompt in quotes."""
+    """How a tool loads an export. In `text`, `{path}` stands for the folder and `{prompt}` for a prompt in quotes.
+
+    With `needs_run`, it can only be done where the run is, as another export: the model card leaves it out.
+    """
 
     tool: str
     text: str
+    needs_run: bool = False

@@ -26,7 +26,7 @@ def facts(option: Option, *, choices: bool, whole: bool) -> Iterator[str]:
         yield f"One of: {', '.join(option.choices)}."
     if whole and option.bounds:
         yield f"Range: {option.bounds}."
-    if (default := default_text(option)) != "":
+    if (default := default_text(option)) != "" and "Default:" not in option.help:
         yield f"Default: {_off_or_on(default) if option.is_flag else default}."
     if option.when:
         yield f"Only with {condition(option)}."

@@ -345,7 +345,9 @@ def open_image(data: bytes) -> Image.Image:
     try:
         image = Image.open(io.BytesIO(data))
     except DECODING_ERRORS as error:
-        raise BadSampleError(f"not a readable image: {_reason(error)}") from error
+        # Pillow's own text for an unknown file names the buffer object and nothing else.
+        reason = "unknown format" if "cannot identify" in str(error) else str(error) or type(error).__name__
+        raise BadSampleError(f"not a readable image: {reason}") from error
     check_pixels(*image.size)
     return image
 
@@ -373,8 +375,3 @@ def _size(data: bytes) -> tuple[int, int]:
     with open_image(data) as image:
         width, height = image.size
         return (height, width) if orientation(image) in _SWAPPED else (width, height)
-
-
-def _reason(error: Exception) -> str:
-    # Pillow's own text for an unknown file names the buffer object and nothing else.
-    return "unknown format" if "cannot identify" in str(error) else (str(error) or type(error).__name__)

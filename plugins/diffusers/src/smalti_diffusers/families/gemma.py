@@ -34,13 +34,13 @@ def encode_instructed(
     return {"tokens": tokens, "mask": mask}
 
 
-def encode_negative(pipeline: object, prompts: Sequence[str], device: torch.device, length: int) -> Conditioning:
+def encode_negative(pipeline: object, prompts: Sequence[str | None], device: torch.device, length: int) -> Conditioning:
     """The same of negative prompts, which these pipelines encode without an instruction."""
     with torch.no_grad():
         _, _, tokens, mask = pipeline.encode_prompt(  # type: ignore[attr-defined]
             [""] * len(prompts),
             do_classifier_free_guidance=True,
-            negative_prompt=list(prompts),
+            negative_prompt=[text or "" for text in prompts],
             device=device,
             max_sequence_length=length,
         )

@@ -40,7 +40,7 @@ class Lumina2(PipelineFamily):
     def encode_captions(self, captions: Sequence[str]) -> Conditioning:
         return encode_instructed(self.encoder, captions, self.device, self.text_length)
 
-    def encode_negative_prompts(self, prompts: Sequence[str]) -> Conditioning:
+    def encode_negative_prompts(self, prompts: Sequence[str | None]) -> Conditioning:
         return encode_negative(self.encoder, prompts, self.device, self.text_length)
 
     def example_conditioning(self, width: int, height: int) -> Conditioning:

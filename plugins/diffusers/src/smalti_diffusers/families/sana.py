@@ -47,7 +47,7 @@ class Sana(PipelineFamily):
         more = {"complex_human_instruction": self.instruction}
         return encode_instructed(self.encoder, captions, self.device, self.text_length, **more)
 
-    def encode_negative_prompts(self, prompts: Sequence[str]) -> Conditioning:
+    def encode_negative_prompts(self, prompts: Sequence[str | None]) -> Conditioning:
         return encode_negative(self.encoder, prompts, self.device, self.text_length)
 
     def example_conditioning(self, width: int, height: int) -> Conditioning:

@@ -79,13 +79,20 @@ class Sdxl(PipelineFamily):
         return bool(self.components.settings.get("force_zeros_for_empty_prompt", True))
 
     def encode_captions(self, captions: Sequence[str]) -> Conditioning:
+        return self._encode([caption or None for caption in captions])
+
+    def encode_negative_prompts(self, prompts: Sequence[str | None]) -> Conditioning:
+        """As the pipeline has it: zeros stand only for no negative prompt, and "" is encoded."""
+        return self._encode(prompts)
+
+    def _encode(self, prompts: Sequence[str | None]) -> Conditioning:
+        """None is the empty prompt, in the form that the options say."""
         with torch.no_grad():
             tokens, _, pooled, _ = self.encoder.encode_prompt(  # type: ignore[attr-defined]
-                prompt=list(captions), device=self.device, do_classifier_free_guidance=False
+                prompt=[prompt or "" for prompt in prompts], device=self.device, do_classifier_free_guidance=False
             )
         if self._zeros_for_empty:
-            # As the pipeline has it where there is no negative prompt: not the encoded empty one.
-            given = torch.tensor([caption != "" for caption in captions], device=self.device)
+            given = torch.tensor([prompt is not None for prompt in prompts], device=self.device)
             tokens, pooled = tokens * given[:, None, None], pooled * given[:, None]
         return {"tokens": tokens.float(), "pooled": pooled.float()}
 
