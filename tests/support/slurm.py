@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -18,7 +19,7 @@ from .nodes import Cluster, forbidden
 from .nodes.cluster import NodeProcess
 from .nodes.runs import TINY
 
-_PROGRAMS = ("slurmctld", "slurmd", "munged", "sbatch", "srun", "scontrol", "squeue")
+_PROGRAMS = ("slurmctld", "slurmd", "munged", "sbatch", "srun", "scontrol", "squeue", "scancel")
 _CONF = """
 ClusterName=bench
 SlurmctldHost={control}({address})
@@ -45,7 +46,7 @@ ReturnToService=2
 SlurmdTimeout=10
 SlurmctldTimeout=20
 InactiveLimit=0
-KillWait=5
+KillWait=30
 MinJobAge=300
 SchedulerParameters=sched_interval=1,batch_sched_delay=0,requeue_delay=0
 {nodes}
@@ -87,6 +88,7 @@ class Slurm:
         (self.place / "slurm.conf").write_text(conf)
         (self.place / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")
         self.env = {"SLURM_CONF": str(self.place / "slurm.conf"), "PATH": _PATH}
+        self._daemons: dict[int, NodeProcess] = {}
         self._munged()
         self._start(self.control, "slurmctld", "-D", "-c", "-f", self.env["SLURM_CONF"])
         for node in self.workers:
@@ -103,7 +105,11 @@ class Slurm:
         return self.cluster.start(node, [shutil.which(command[0], path=_PATH) or command[0], *command[1:]], env=self.env)
 
     def start_node(self, node: int) -> None:
-        self._start(node, "slurmd", "-D", "-f", self.env["SLURM_CONF"], "-N", f"node{node}")
+        self._daemons[node] = self._start(node, "slurmd", "-D", "-f", self.env["SLURM_CONF"], "-N", f"node{node}")
+
+    def kill_daemon(self, node: int) -> None:
+        """End the daemon of a node without its jobs."""
+        self._daemons[node].send_signal(signal.SIGKILL)
 
     def wait(self, done, why: str, seconds: float = 60) -> None:
         """Until `done()`. Raises TimeoutError with the logs."""

@@ -19,7 +19,7 @@ from smalti_cluster.elastic.excluded import exclude
 from smalti_cluster.jobs.commands import launch
 from smalti_cluster.jobs.job import Job, job_name, job_of
 from smalti_cluster.jobs.kubernetes_manifest import KubernetesOptions, manifest
-from smalti_cluster.jobs.nodes_of_job import nodes_with_faults, result_of
+from smalti_cluster.jobs.nodes_of_job import launches_without_step, nodes_with_faults, result_of
 from smalti_cluster.jobs.slurm_script import SlurmOptions, job_script
 from smalti_health import CircuitFault
 from smalti_health.circuits import open_circuit
@@ -28,12 +28,13 @@ _STAND_INS = {
     "smalti": """
         case "$1 $2" in
             "launch nodes") case $4 in --unusable) echo bad ;; *) cat usable; exit $(cat too_few) ;; esac ;;
+            "launch progress") exit $(cat progress) ;;
             "launch result") echo "${4#--status=}" ;;
             *) printf '%s\\0' "$@" >> words; exit $(cat status) ;;
         esac""",
     "srun": """echo "srun $*" | head -n 1 >> asked
         while [ "$1" != bash ]; do shift; done; SLURM_NODEID=1 "$@" """,
-    "scontrol": 'echo "scontrol $*" >> asked',
+    "scontrol": """if [ "$1" = requeue ]; then echo "scontrol $*" >> asked; else cat job; fi""",
     "sbatch": 'echo "sbatch $*" >> asked',
 }
 """Commands of a scheduler with one node, which write down what they are asked."""
@@ -50,13 +51,28 @@ class Cluster:
             (folder / name).write_text(f"#!/bin/bash\n{body}\n")
             (folder / name).chmod(0o755)
 
-    def run(self, job: Job = PLAIN, *arguments: str, code: int = 0, too_few: bool = False, restarts: str = "", **options):
-        """Run a script. Returns its exit code, what was asked of SLURM, and the words of the first `smalti train`."""
+    def run(
+        self,
+        job: Job = PLAIN,
+        *arguments: str,
+        code: int = 0,
+        too_few: bool = False,
+        restarts: str = "",
+        state: str = "JobState=RUNNING Reason=None",
+        progress: int = 0,
+        **options,
+    ):
+        """Run a script. Returns its exit code, what was asked of SLURM, and the words of the first `smalti train`.
+
+        `state` is what SLURM says of the job, `progress` the exit code of the question whether it has made steps.
+        """
         for name in ("asked", "words"):
             (self.folder / name).unlink(missing_ok=True)
         (self.folder / "status").write_text(str(code))
         (self.folder / "too_few").write_text("9" if too_few else "0")
         (self.folder / "usable").write_text("gpu-1,gpu-2")
+        (self.folder / "job").write_text(f"JobId=41007 JobName=first {state} Dependency=(null)\n")
+        (self.folder / "progress").write_text(str(progress))
         script = self.folder / "train.sbatch"
         script.write_text(
             job_script(
@@ -145,6 +161,51 @@ def test_a_job_is_queued_again_a_limited_number_of_times(cluster):
     assert len(cluster.run(code=6, restarts="100")[1]) == 1
     assert len(cluster.run(PLAIN, "10", code=5)[1]) == 1
     assert cluster.run(PLAIN, "4", code=5)[1][1].endswith("train.sbatch 5")
+
+
+@pytest.mark.parametrize("code", [5, 6, 9, 75, 137])
+@pytest.mark.parametrize(
+    ("state", "cancelled"),
+    [
+        ("JobState=COMPLETING Reason=None PreemptEligibleTime=2026-01-01T00:00:00 PreemptTime=None", True),
+        ("JobState=CANCELLED Reason=None", True),
+        ("JobState=COMPLETING Reason=TimeLimit PreemptTime=None", False),
+        ("JobState=COMPLETING Reason=None PreemptTime=2026-01-01T00:00:00", False),
+        ("JobState=RUNNING Reason=None", False),
+    ],
+)
+def test_a_cancelled_job_is_not_queued_again(cluster, code, state, cancelled):
+    asked = [line for line in cluster.run(code=code, state=state, spares=1)[1] if not line.startswith("srun")]
+    assert (len(asked) == 0) is cancelled
+    assert bool(cluster.run(too_few=True, state=state)[1]) is not cancelled
+
+
+def test_a_job_without_new_steps_is_not_queued_again(cluster):
+    assert len(cluster.run(code=6, progress=10)[1]) == 1
+    assert len(cluster.run(code=6, progress=1)[1]) == 2, "a failure of the question is no answer"
+
+
+def test_launches_without_a_new_step_are_counted(tmp_path):
+    def train(*steps: int) -> int:
+        writer = acquire(RunDirectory(tmp_path), config_digest="d", world_size=1)
+        for step in steps:
+            writer.events.append("step", step=step)
+        writer.end(max(steps, default=0), "preempted", "stopped", 6)
+        writer.close()
+        return launches_without_step(tmp_path)
+
+    assert launches_without_step(tmp_path) == 0
+    assert [train(1, 2), train(), train(2), train(), train(3), train()] == [0, 1, 2, 3, 0, 1]
+    for code, more in ((0, ()), (10, (None, None))):
+        for _ in more:
+            train()
+        assert CliRunner().invoke(launch, ["progress", str(tmp_path)]).exit_code == code
+
+
+@pytest.mark.parametrize("line", ["--array=0-1", "-a 0-1", "--array 0-1"])
+def test_a_job_array_is_refused(line):
+    with pytest.raises(UserError, match="same run directory"):
+        CliRunner().invoke(launch, ["slurm", "c.toml", f"--sbatch={line}"], catch_exceptions=False)
 
 
 def test_a_job_on_nodes_that_the_run_cannot_use_is_queued_elsewhere(cluster):

@@ -68,6 +68,30 @@ def drained_node(slurm: Slurm, report: Report) -> None:
     report.expect("node1" not in _nodes(run), f"it runs on {_nodes(run)}")
 
 
+def cancelled_job(slurm: Slurm, report: Report) -> None:
+    """`scancel` ends a job for good, after a save."""
+    run = SlurmRun(slurm, nodes=2)
+    run.wait_for_step(3)
+    slurm.run("scancel", str(run.job))
+    run.wait_for_state("CANCELLED")
+    time.sleep(5)
+    report.expect(slurm.job(run.job)["Restarts"] == "0", "the job was queued again")
+    report.expect(run.state == "CANCELLED", f"it is {run.state}")
+    report.expect(run.ended_with() == 6, f"ended with {run.ended_with()}: {run.directory.status().message}")
+    report.expect("was cancelled, so it is not queued again" in run.output, run.output)
+
+
+def lost_daemon(slurm: Slurm, report: Report) -> None:
+    """The daemon of SLURM on one node is killed, but not the run: SLURM queues the job again, which resumes elsewhere."""
+    run = SlurmRun(slurm, nodes=2)
+    step = run.wait_for_step(3)
+    slurm.kill_daemon(1)
+    run.wait_for_restart(_LOST_SECONDS)
+    slurm.start_now(run.job)
+    run.wait_for_step(step)
+    report.expect("node1" not in _nodes(run), f"it runs on {_nodes(run)}")
+
+
 def time_limit(slurm: Slurm, report: Report) -> None:
     """A job saves before its time limit, and is queued again."""
     run = SlurmRun(slurm, nodes=2, words=["--time=2", "--grace_seconds=60", "--stop_before=10s"])
@@ -93,7 +117,16 @@ def faulty_node(slurm: Slurm, report: Report) -> None:
 
 SCENARIOS: Mapping[str, Callable[[Slurm, Report], None]] = {
     each.__name__: each
-    for each in (lost_node, lost_node_with_spare, lost_node_of_a_range, drained_node, time_limit, faulty_node)
+    for each in (
+        lost_node,
+        lost_node_with_spare,
+        lost_node_of_a_range,
+        drained_node,
+        cancelled_job,
+        lost_daemon,
+        time_limit,
+        faulty_node,
+    )
 }
 
 

@@ -21,7 +21,13 @@ from smalti.config import Config
 from smalti.plugins import check
 from smalti_cluster.jobs.job import Job, job_of
 from smalti_cluster.jobs.kubernetes_manifest import KubernetesOptions, manifest
-from smalti_cluster.jobs.nodes_of_job import nodes_with_faults, result_of, split_nodes
+from smalti_cluster.jobs.nodes_of_job import (
+    FRUITLESS_LAUNCHES,
+    launches_without_step,
+    nodes_with_faults,
+    result_of,
+    split_nodes,
+)
 from smalti_cluster.jobs.slurm_script import SlurmOptions, job_script
 
 _PER_NODE = ("num_machines", "machine_rank", "main_process_ip", "main_process_port", "num_processes")
@@ -29,6 +35,7 @@ _PER_NODE = ("num_machines", "machine_rank", "main_process_ip", "main_process_po
 _UNPROCESSED = {"ignore_unknown_options": True, "help_option_names": ["--help"]}
 _ARGUMENTS = click.argument("arguments", metavar="[CONFIG] [--OPTION=VALUE]...", nargs=-1, type=click.UNPROCESSED)
 _RUN = click.argument("directory", metavar="RUN_DIR", type=click.Path(path_type=Path))
+_ARRAY = re.compile(r"\s*(--array\b|-a)")
 F = TypeVar("F", bound=Callable[..., object])
 
 
@@ -101,6 +108,9 @@ def slurm(
     Takes the same arguments as `smalti train`. The job saves before its time limit, and queues itself again as long as that
     helps. It starts in the current folder, with this installation of smalti.
     """
+    if any(_ARRAY.match(line) for line in sbatch):
+        message = "the tasks of a job array would all train in the same run directory"
+        raise UserError(message, fix="write one job for each run, each with its own --output_dir, and without --array")
     job, _ = _job(arguments, nodes=nodes, gpus=gpus_per_node, name=job_name, limited=bool(limit))
     file = (output or Path(f"{job.name}.sbatch")).expanduser().absolute()
     options = SlurmOptions(
@@ -247,3 +257,17 @@ def result(directory: Path, status: int, since: float | None) -> None:
     srun returns 0 after a node has failed while its job continues. The run directory has the result.
     """
     click.echo(str(result_of(directory, status, time.time() - 86400 if since is None else since)))
+
+
+@launch.command(examples=("smalti launch progress runs/first",))
+@_RUN
+@click.pass_context
+def progress(context: click.Context, directory: Path) -> None:
+    """Say whether it helps to start a run again.
+
+    The exit code is 10 if the last 3 launches have made no new step.
+    """
+    if (count := launches_without_step(directory)) >= FRUITLESS_LAUNCHES:
+        click.echo(f"smalti: the last {count} launches made no new step, so the job is not queued again", err=True)
+        click.echo("  fix: give it more time (--time), or see why it stops: smalti status", err=True)
+        context.exit(ExitCode.FAULT_LOOP)

@@ -15,6 +15,8 @@ from smalti_health import read_circuits
 
 FAULT_DAYS = 7.0
 """A node is not used for this long after a fault of an accelerator that has ended the run, unless the fault is reset."""
+FRUITLESS_LAUNCHES = 3
+"""A job is not queued again after this many launches in a row without a new step."""
 _CLOCKS = 60.0
 """The clocks of the nodes may differ by this much, in seconds."""
 
@@ -53,3 +55,18 @@ def result_of(directory: Path, status: int, since: float) -> int:
         if found.ended and found.exit_code is not None:
             return found.exit_code
     return status or int(ExitCode.KILLED)
+
+
+def launches_without_step(directory: Path) -> int:
+    """How many launches in a row, up to the last one, have made no step that the run had not made before."""
+    launches: dict[float, bool] = {}
+    step, attempt = 0, None
+    for event in RunDirectory(directory).events():
+        attempt = event.number("attempt") if event.kind == "state" else attempt
+        if attempt is not None:
+            launches.setdefault(attempt, False)
+        if event.kind == "step" and (event.step or 0) > step:
+            step = event.step or 0
+            if attempt is not None:
+                launches[attempt] = True
+    return next((count for count, fruitful in enumerate(reversed(launches.values())) if fruitful), len(launches))

@@ -27,10 +27,24 @@ spares={spares}
 requeues={requeues} # the job is queued again at most this often
 failures={failures} # and at most this often after a failure
 
+# Whether somebody has cancelled this job: it is ending, but neither by its time limit nor for another job.
+cancelled() {{
+    local job
+    job=$(scontrol --oneliner show job "$SLURM_JOB_ID") || return 1
+    [[ " $job " =~ " JobState="(COMPLETING|CANCELLED)" " ]] || return 1
+    [[ " $job " =~ " Reason=TimeLimit "|" PreemptTime="[0-9] ]] && return 1
+    echo "smalti: job $SLURM_JOB_ID was cancelled, so it is not queued again" >&2
+}}
+
+# Queue this job again, at most $1 times.
+requeue() {{
+    [ "${{SLURM_RESTART_COUNT:-0}}" -lt "$1" ] && ! cancelled && scontrol requeue "$SLURM_JOB_ID"
+}}
+
 # Queue a job of the same kind, without the nodes on which the run has failed or that SLURM drains.
 submit_elsewhere() {{
     local unusable
-    [ "$1" -lt "$failures" ] || return 1
+    [ "$1" -lt "$failures" ] && ! cancelled || return 1
     unusable=$("${{smalti[@]}}" launch nodes "$run" --unusable) || return 1
     sbatch ${{unusable:+--exclude="$unusable"}} "$script" "$(($1 + 1))"
 }}
@@ -53,15 +67,19 @@ while :; do
     # srun can return 0 after a node has failed. The run directory has the result.
     code=$("${{smalti[@]}}" launch result "$run" --status="$status" --since="$begun") || code=$status
     case $code in
-        5 | 9 | 137) [ "$tries" -lt "$spares" ] || break ;; # else again on other nodes of this job
+        5 | 9 | 137) [ "$tries" -lt "$spares" ] && ! cancelled || break ;; # else again on other nodes of this job
         *) break ;;
     esac
     tries=$((tries + 1))
 done
 
 case $code in
-    6 | 75) [ "${{SLURM_RESTART_COUNT:-0}}" -lt "$requeues" ] && scontrol requeue "$SLURM_JOB_ID" ;;
-    9 | 137) [ "${{SLURM_RESTART_COUNT:-0}}" -lt "$failures" ] && scontrol requeue "$SLURM_JOB_ID" ;;
+    6)
+        "${{smalti[@]}}" launch progress "$run"
+        [ "$?" -eq 10 ] || requeue "$requeues" # 10: several launches without a new step
+        ;;
+    75) requeue "$requeues" ;;
+    9 | 137) requeue "$failures" ;;
     5) submit_elsewhere "$submitted" ;;
 esac
 exit "$code"
