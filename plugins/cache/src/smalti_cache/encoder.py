@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from typing import TypeVar
 
@@ -38,7 +39,7 @@ from smalti.data import (
     normalised,
 )
 from smalti.models import Encoding, ModelFamily
-from smalti.parallel import Communicator, run_on_all_ranks
+from smalti.parallel import Communicator, run_on_all_ranks, run_on_main_rank
 from smalti.rundir import Phases
 from smalti.system import preemption_as_exception
 from smalti_cache.contents import DESCRIPTION, digest_of
@@ -47,6 +48,7 @@ from smalti_cache.embedding_cache import CachedLatents, CachedTexts
 from smalti_cache.keys import Key
 from smalti_cache.pending import Pending, ProgressLine
 from smalti_cache.places import CacheFolders, CachePlace
+from smalti_cache.rounds import run_in_rounds
 from smalti_cache.store import PackStore
 from smalti_cache.wanted import Image, WantedImages, WantedTexts
 
@@ -213,7 +215,7 @@ class Encoder:
             counts = count()
             return json.dumps([counts, sum(len(store.written) for store in stores) > before])
 
-        answers = [json.loads(answer) for answer in run_on_all_ranks(self.communicator, mine)]
+        answers = [json.loads(answer) for answer in run_in_rounds(self.communicator, mine)]
         if any(adopted for _, adopted in answers):
             if self.world.is_main:
                 ProgressLine.say(f"{stores[0]} has entries of an earlier version of smalti, which are used")
@@ -266,19 +268,23 @@ class Encoder:
         written = [[name for some in each for name in some] for each in zip(*map(json.loads, answers), strict=True)]
 
         def listed() -> str:
-            found = (_list(store, names) for store, names in zip(stores, written, strict=True)) if self.world.is_main else ()
+            found = (store.add_indexes(_list(store, names)) for store, names in zip(stores, written, strict=True))
             return json.dumps(list(found))
 
-        lists: list[dict[str, int]] = json.loads(run_on_all_ranks(self.communicator, listed)[0])
+        lists: list[dict[str, int]] = json.loads(run_on_main_rank(self.communicator, listed))
+        leads = self.world.local_rank == 0
 
-        def look() -> str:
-            for store, files in zip(stores, lists, strict=True):
-                if not self.world.is_main:
-                    _list(store, files)
-                store.refresh(files)
+        def look(*, leader: bool) -> str:
+            if leads == leader:
+                for store, files in zip(stores, lists, strict=True):
+                    if leads and not self.world.is_main:
+                        _list(store, files)
+                    store.refresh(files)
             return json.dumps([sorted(store.unreadable) for store in stores])
 
-        unreadable = run_on_all_ranks(self.communicator, look)
+        # The other ranks of a node map what its first one has merged.
+        run_in_rounds(self.communicator, partial(look, leader=True))
+        unreadable = run_in_rounds(self.communicator, partial(look, leader=False))
         if different := [rank for rank, other in enumerate(unreadable) if other != unreadable[0]]:
             raise UserError(
                 f"rank {different[0]} cannot read other packs of {', '.join(map(str, stores))} than rank 0 can",
