@@ -14,7 +14,8 @@ import json
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from contextlib import closing
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
 from typing import TypeVar
@@ -50,7 +51,7 @@ from smalti_cache.pending import Pending, ProgressLine
 from smalti_cache.places import CacheFolders, CachePlace
 from smalti_cache.rounds import run_in_rounds
 from smalti_cache.store import PackStore
-from smalti_cache.wanted import Image, WantedImages, WantedTexts
+from smalti_cache.wanted import Image, Part, WantedImages, WantedTexts
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -71,6 +72,10 @@ class Encoder:
     folders: CacheFolders
     batch: int
     phases: Phases
+    part: Part = field(default_factory=Part)
+    """Of the images and texts that all of these ranks encode."""
+    report: Callable[[str, int, int], object] = lambda what, wanted, missing: None
+    """Called with "images" or "texts", how many there are in this part, and how many of them were missing."""
 
     @property
     def world(self) -> World:
@@ -131,7 +136,12 @@ class Encoder:
         With `negative`, the others are negative prompts. `ids` are the datasets whose texts are meant, None for all.
         """
         self._refresh([texts.store])
-        wanted = WantedTexts(texts, data, others, self.world, negative=negative, ids=ids)
+        part = self.part.divided(self.world)
+        with closing(WantedTexts(texts, data, others, part, negative=negative, ids=ids)) as wanted:
+            self._encode_texts(texts, wanted, negative=negative)
+        self._refresh([texts.store])
+
+    def _encode_texts(self, texts: CachedTexts, wanted: WantedTexts, *, negative: bool) -> None:
         counts = self._count([texts.store], lambda: [wanted.count()])
         encoder = self.family.encode_negative_prompts if negative else self.family.encode_captions
 
@@ -144,7 +154,6 @@ class Encoder:
         with Threads(1, "smalti-write") as thread:
             pending = Pending(texts.store, thread)
             self._progress("texts", total, map(encode, _batches(wanted.missing(), self.batch)), mine, pending.flush)
-        self._refresh([texts.store])
 
     # --- images ---------------------------------------------------------------------------------------------------
 
@@ -157,7 +166,7 @@ class Encoder:
             )
         stores = list(dict.fromkeys(latents.stores))
         self._refresh(stores)
-        wanted = WantedImages(latents)
+        wanted = WantedImages(latents, self.part)
         counts = self._count(stores, lambda: [wanted.count(number) for number in wanted.share(self.world)])
         missing = [each for _, each in counts]
         first, last = (sum(missing) * rank // self.world.size for rank in (self.world.rank, self.world.rank + 1))
@@ -201,7 +210,7 @@ class Encoder:
         if found and count > data.allowed_errors:
             message = f"{count} samples cannot be used, more than the error budget of {data.allowed_errors}; for example: "
             raise PreflightError(message + next(iter(found.values())), fix=fix)
-        for content in data.order.buckets:
+        for content in data.order.buckets if found else ():
             if latents.broken.issuperset(content.samples.tolist()):
                 raise PreflightError(f"no image of bucket {content.bucket} can be read", fix=fix)
 
@@ -225,9 +234,11 @@ class Encoder:
     def _progress(self, what: str, wanted: int, batches: Iterator[int], mine: int, flush: Callable[..., None]) -> None:
         """Process this rank's batches, each of which returns its number of items; returns when all ranks are done."""
         total = sum(map(int, run_on_all_ranks(self.communicator, lambda: str(mine))))
+        unit = "images" if what == "latents" else what
+        self.report(unit, wanted, total)
         if total == 0:
             return
-        self.phases.enter("encoding", total=total, unit="images" if what == "latents" else what)
+        self.phases.enter("encoding", total=total, unit=unit)
         show = ProgressLine(what=what, total=total) if self.world.is_main else None
         if show:
             there = "; the others are cached already" if total < wanted else ""

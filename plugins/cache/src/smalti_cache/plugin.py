@@ -26,6 +26,7 @@ class EncodingCache:
     @hookimpl
     def register_commands(self, commands: CommandCollector) -> None:
         below = commands.below("cache")
+        below.add_deferred("smalti_cache.commands:encode", "Encode images and captions before a training, in shares.")
         below.add_deferred("smalti_cache.commands:verify", "Read every entry, and compare its checksum.")
         below.add_deferred("smalti_cache.commands:prune", "Remove the caches of encoders that were not used for some time.")
 
