@@ -178,6 +178,24 @@ def test_the_limit_is_kept_and_what_this_run_uses_is_not_evicted(tmp_path):
     assert len(files(tmp_path)) == 3
 
 
+def test_a_process_that_opens_later_does_not_evict_what_another_one_uses(tmp_path):
+    first = LocalCopies(tmp_path, 3 * ENTRY)
+    for name in "abc":
+        first.put(name, name.encode() * ENTRY)
+    time.sleep(0.02)
+    second = LocalCopies(tmp_path, 3 * ENTRY)
+    for name in "xyz":
+        second.put(name, name.encode() * ENTRY)
+    assert [name for name in "abcxyz" if second.get(name) is not None] == ["a", "b", "c"]
+    first.close()
+    second.close()
+
+    time.sleep(0.02)
+    later = LocalCopies(tmp_path, 3 * ENTRY)
+    later.put("x", b"x" * ENTRY)
+    assert later.get("x") is not None
+
+
 def test_copies_of_earlier_runs_are_evicted_the_least_recently_used_first(tmp_path):
     earlier = LocalCopies(tmp_path, 4 * ENTRY)
     for number, name in enumerate("abcd"):

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from PIL import Image
 
 import smalti_cache.pending
+import smalti_cache.text_keys
 import smalti_cache.wanted
 from smalti.config.resolution import resolve
 from smalti.data.batch_check import BatchShape
@@ -446,10 +447,20 @@ def test_ranks_share_the_work_and_what_was_written_before_a_kill_is_not_encoded_
     assert seen(batches(data_of(pets), encoded)) == seen(batches(data_of(pets)))
 
 
-def test_texts_are_found_in_several_passes_as_in_one(pets, tmp_path, monkeypatch):
-    monkeypatch.setattr(smalti_cache.wanted, "_PASS", 3)
+def test_many_texts_are_found_in_one_pass_over_all_of_them(pets, tmp_path, monkeypatch):
+    monkeypatch.setattr(smalti_cache.wanted, "_RANGE", 3)
+    monkeypatch.setattr(smalti_cache.text_keys, "_IN_MEMORY", 5)
+    hashed, keys = [], CachedTexts.keys
+
+    def noted(texts):
+        hashed.extend(texts)
+        return keys(texts)
+
+    monkeypatch.setattr(CachedTexts, "keys", staticmethod(noted))
     family = Encoding()
     encode(family, data_of(pets), tmp_path / "cache")
+    assert len(hashed) == 20
+    assert len(family.texts) == 12 + -12 % BATCH  # each once, and what fills the last batch
     assert sorted(set(family.texts)) == sorted({"", "a pet", *(f"image {number}" for number in range(10))})
     assert len(batches(data_of(pets), encode(Encoding(), data_of(pets), tmp_path / "cache"))) == 10
 

@@ -168,6 +168,34 @@ def test_a_truncated_shard_keeps_the_images_before(tmp_path: Path) -> None:
     assert ["not a tar file" in one.problem for one in source(tmp_path).list()] == [True]
 
 
+@pytest.mark.parametrize("size", [b"\x80" + b"\x7f" * 11, b"\xff" * 11 + b"\x00"], ids=["huge", "negative"])
+def test_an_impossible_size_in_a_header_costs_the_rest_of_its_shard_only(tmp_path: Path, size: bytes) -> None:
+    path = shard(tmp_path / "a.tar", {f"{name}.png": image(8, 8) for name in "abc"})
+    shard(tmp_path / "b.tar", {"d.png": image(8, 8)})
+    data = bytearray(path.read_bytes())
+    [at] = [
+        one.offset - 512
+        for one in members(lambda start, length: bytes(data[start : start + length]), len(data))
+        if one.name == "b.png"
+    ]
+    data[at + 124 : at + 136] = size
+    data[at + 148 : at + 156] = b" " * 8
+    data[at + 148 : at + 156] = f"{sum(data[at : at + 512]):06o}\0 ".encode()
+    path.write_bytes(data)
+    found = list(source(tmp_path).list())
+    assert [one.key for one in found if not one.problem] == ["a.tar/a.png", "b.tar/d.png"]
+    assert ["has an impossible size" in one.problem for one in found if one.problem] == [True]
+
+
+@pytest.mark.parametrize("size", ["-512", "1e3", "9" * 30])
+def test_an_impossible_size_in_a_pax_record_is_a_damaged_header(tmp_path: Path, size: str) -> None:
+    info = tarfile.TarInfo("a.png")
+    info.pax_headers = {"size": size}
+    data = info.tobuf(tarfile.PAX_FORMAT) + bytes(1024)
+    with pytest.raises(DamagedTarError, match="impossible size"):
+        list(members(lambda start, length: data[start : start + length], len(data)))
+
+
 def test_a_folder_without_shards_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no tar shards in"):
         list(source(tmp_path).list())

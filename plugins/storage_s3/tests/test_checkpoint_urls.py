@@ -7,16 +7,19 @@ from click.testing import CliRunner
 
 from smalti.checkpoint import Chunk, encode_header, read_manifest, verify
 from smalti.cli.entry import smalti
+from smalti.data.storage.protocol import StoredFile
 from smalti.errors import CheckpointError, MissingPlugin, UserError
 from smalti.plugins import Selection, load_plugins, open_run
 from smalti.rundir import RunDirectory, acquire
 from smalti_data.remote.checkpoints import RemoteRun
+from smalti_data.remote.downloads import download_missing
 from smalti_data.remote.place import RemotePlace
 from smalti_data.remote.resuming import download_to_resume, downloaded, find_to_resume
 from smalti_storage_s3.client.storage import S3Storage
 from smalti_storage_s3.mirror.ownership import Lease
 from smalti_storage_s3.mirror.place import Access, open_place
 from smalti_storage_s3.mirror.upload import Uploader
+from smalti_testing.memory import MemoryStorage
 from support.checkpoints import TENSORS, make
 
 S3 = load_plugins(Selection(only=("storage_s3",)))
@@ -69,6 +72,32 @@ def run_of(url: str) -> RemoteRun:
 
 def quiet(_sentence: str) -> None:
     pass
+
+
+class Hostile(MemoryStorage):
+    """A bucket whose listing has keys that lead out of a folder."""
+
+    bad = (
+        "data/trained/../../../ESC1/x.arrow",
+        "data/trained/../x.arrow",
+        "data/trained/a\\b/x.arrow",
+        "data/trained//x.arrow",
+    )
+
+    def list(self, prefix="", *, after=""):
+        yield from (StoredFile(key=key, size=1, etag="1") for key in self.bad if key.startswith(prefix))
+        yield from super().list(prefix, after=after)
+
+
+def test_keys_that_lead_out_of_the_folder_are_skipped_and_nothing_is_made_for_them(tmp_path):
+    told, home = [], tmp_path / "runs" / "run"
+    download_missing(Hostile({"data/trained/abc/photos.arrow": b"index"}), "data/trained/*/*.arrow", home, told.append)
+    assert [str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if not path.is_dir()] == [
+        "runs/run/data/trained/abc/photos.arrow"
+    ]
+    assert [path.name for path in tmp_path.rglob("*") if path.is_dir()] == ["runs", "run", "data", "trained", "abc"]
+    assert len(told) == 3
+    assert all("skipped a file of memory: not a valid" in message for message in told)
 
 
 def test_a_url_is_listed_and_inspected_as_the_folder_is(run, url):

@@ -14,7 +14,7 @@ from smalti import CacheEntry, Config, HookSpecs, UserError, did_you_mean
 from smalti.cli import CommandLine, Group, counted, format_bytes, print_table
 from smalti.config import package_of_cache, resolve
 from smalti.plugins import Cache, Plugins, create, load_plugins, schema_of, selection_of
-from smalti_cache.commands import Encodings, prune, verify
+from smalti_cache.commands import Encodings, encode, prune, verify
 
 _SETTINGS: dict[str, object] = {"ignore_unknown_options": True}
 _ARGUMENTS = click.argument("arguments", metavar="[CONFIG] [--OPTION=VALUE]...", nargs=-1, type=click.UNPROCESSED)
@@ -34,7 +34,7 @@ class CacheReport:
 
 @click.group(cls=Group, examples=("smalti cache ls config.toml", "smalti cache clear fsdp-blocks"))
 def cache() -> None:
-    """List, verify and remove caches. Everything in a cache can be computed again.
+    """Fill, list, verify and remove caches. Everything in a cache can be computed again.
 
     Caches of latents and captions, and some others, lie where the configuration says. For those give the same arguments as
     to `smalti train`.
@@ -97,6 +97,7 @@ def clear(name: str, arguments: tuple[str, ...], yes: bool, as_json: bool) -> No
     click.echo(f"{found.place}: cleared {removed}" if cleared.bytes else f"{found.place}: nothing to clear")
 
 
+cache.add_command(encode)
 cache.add_command(prune)
 cache.add_command(verify)
 

@@ -1,4 +1,4 @@
-"""`smalti cache` for latents and captions that were encoded: listed, verified and removed."""
+"""`smalti cache` for latents and captions: encoded without a run, listed, verified and removed."""
 
 from __future__ import annotations
 
@@ -29,6 +29,7 @@ _ENCODER = click.option(
     "--encoder", metavar="NAME", help="Only caches of this name, kind or family, which may have * and ?. Default: all."
 )
 _ALL = "encodings"
+_SHOWN = 10  # unusable images, in text
 _WHERE = "--cache_dir=FOLDER, --output_dir=RUN_DIRECTORY, or the configuration file of a run"
 
 
@@ -67,6 +68,60 @@ class _Age(click.ParamType[float]):
         if match is None:
             self.fail(f"{value!r} is not an age; give one such as 30d, 12h or 2w", param, ctx)
         return float(match[1]) * self._UNITS[match[2]]
+
+
+class _Share(click.ParamType[tuple[int, int]]):
+    """A share such as 3/16: its number, from 1 on, and how many there are."""
+
+    name = "share"
+
+    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, int]:
+        if isinstance(value, tuple):
+            return value
+        match = re.fullmatch(r"(\d+)/(\d+)", str(value).strip())
+        if match is None or not 1 <= int(match[1]) <= int(match[2]):
+            self.fail(f"{value!r} is not a share: give K/N with K from 1 to N, for example 3/16", param, ctx)
+        return int(match[1]), int(match[2])
+
+
+@click.command(
+    cls=Command,
+    context_settings=_SETTINGS,
+    examples=(
+        "smalti cache encode config.toml --cache_dir=/data/cache",
+        "smalti cache encode config.toml --share=$SLURM_ARRAY_TASK_ID/16 --json",
+    ),
+)
+@_ARGUMENTS
+@click.option("--share", type=_Share(), default="1/1", metavar="K/N", help="Only part K of N equal parts. Default: all.")
+@_JSON
+def encode(arguments: tuple[str, ...], share: tuple[int, int], as_json: bool) -> None:
+    """Encode the images and captions of a configuration as its training would, on one device, and train nothing.
+
+    Shares may run at the same time, on any machines that see the cache. What is there is not encoded again, so an
+    interrupted share continues with the same command.
+    """
+    from smalti_cache.encode_part import encode_part
+    from smalti_cache.wanted import Part
+
+    command_line = CommandLine.parse(arguments)
+    number, count = share
+    begun = time.monotonic()
+
+    def say(notice: str) -> None:
+        click.echo(f"smalti: note: {notice}", err=True)
+
+    done = encode_part(command_line.config(), command_line.plugins, Part(number - 1, count), say)
+    if as_json:
+        described = {"share": number, "shares": count} | asdict(done) | {"seconds": round(time.monotonic() - begun, 1)}
+        click.echo(json.dumps(described, indent=2))
+        return
+    click.echo(f"share {number} of {count}: encoded {done.images_encoded:,} of {done.images:,} images")
+    click.echo(f"    and {done.texts_encoded:,} of {done.texts:,} texts; the others were there")
+    for key in done.unusable[:_SHOWN]:
+        click.echo(f"    cannot be read: {key}")
+    if len(done.unusable) > _SHOWN:
+        click.echo(f"    and {len(done.unusable) - _SHOWN} more")
 
 
 @click.command(

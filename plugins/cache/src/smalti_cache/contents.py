@@ -25,9 +25,11 @@ from smalti.data import (
     TransientStorageError,
 )
 from smalti_cache.directory import Place, default_folder
+from smalti_cache.index_files import HEADERS_AT_ONCE
 from smalti_cache.keys import Key, Keys
 from smalti_cache.pack import PackIndex, read_pack
 from smalti_cache.places import CacheFolders, CachePlace
+from smalti_cache.reads.ranges import read_all
 from smalti_cache.store import USED, PackStore, Read
 
 DESCRIPTION = "encoder.json"
@@ -109,8 +111,7 @@ class CachedEncodings:
                 return None
             return 0 if index is None else len(index)
 
-        with Threads(_THREADS, "smalti-list") as threads:
-            counts = dict(zip(packs, threads.map(count, packs), strict=True))
+        counts = dict(zip(packs, read_all(count, packs, at_once=HEADERS_AT_ONCE), strict=True))
         return Contents(
             entries=sum(each or 0 for each in counts.values()),
             bytes=sum(files.values()),
@@ -176,7 +177,9 @@ class CachedEncodings:
             )
         removed = 0
         files = self._files()
-        referring = {name for name in files if name.endswith(_PACK) and self._refers(name, files[name])}
+        packs = [name for name in files if name.endswith(_PACK)]
+        refer = read_all(lambda name: self._refers(name, files[name]), packs, at_once=HEADERS_AT_ONCE)
+        referring = {name for name, others in zip(packs, refer, strict=True) if others}
         for name in sorted(files, key=lambda each: (each == DESCRIPTION, each.endswith(_DAMAGED), each not in referring, each)):
             if name == DESCRIPTION and any(each.endswith(_PACK) for each in self._files()):
                 break  # a run has added packs

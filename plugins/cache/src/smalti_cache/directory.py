@@ -13,7 +13,7 @@ import os
 import secrets
 import stat
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import sha256
@@ -54,6 +54,7 @@ class Directory:
         self._folder = folder
         self._name = name
         self._tables: list[Columns] = []
+        self._mapped = 0
         self._packs: dict[str, int] = {}
         self.forms: list[Form] = []
         self.files: list[str] = []
@@ -69,17 +70,17 @@ class Directory:
     def packs(self) -> frozenset[str]:
         return frozenset(self._packs)
 
-    def add(self, packs: Iterable[tuple[str, int, PackIndex]]) -> None:
-        """Add packs: their names, sizes and indexes. Merges when there are many."""
+    def add(self, packs: Iterable[tuple[Mapping[str, int], PackIndex]]) -> None:
+        """Add indexes, each with the names and sizes of the packs that it is about."""
         waiting: list[Columns] = []
         count = 0
-        for name, size, index in packs:
+        for some, index in packs:
             forms = np.array([_number(form, self._form_numbers, self.forms) for form in index.forms] or [0], dtype="<u4")
             files = np.array([_number(file, self._file_numbers, self.files) for file in index.files], dtype="<u4")
             columns = dict(index.columns)
             columns |= {"form": forms[columns["form"]], "file": files[columns["file"]]}
             waiting.append(columns)
-            self._packs[name] = size
+            self._packs |= some
             count += len(index)
             if count >= IN_MEMORY:
                 self._append(waiting)
@@ -150,28 +151,33 @@ class Directory:
                 yield Place(file=self.files[file], offset=offset, length=length, crc=crc, form=self.forms[form])
                 row += 1
 
+    def index(self) -> PackIndex:
+        """Returns all that was added as one index."""
+        forms, files = tuple(self.forms), tuple(self.files)
+        return PackIndex(columns=_joined(self._tables), forms=forms, files=files, packs=dict(self._packs))
+
     def tables(self) -> tuple[Columns, ...]:
         """The columns of all entries, in several tables."""
         return tuple(self._tables)
 
     def open_merged(self, packs: dict[str, int]) -> None:
-        """Map the merged file of an earlier process, if it has no packs but these."""
-        if self._folder is None or self._tables or not self._folder.is_dir() or write_problem(self._folder):
+        """Map the merged file of another process if it has more packs than this one knows, and none but these."""
+        if self._folder is None or not self._folder.is_dir() or write_problem(self._folder):
             return
         for path in sorted(self._folder.glob(f"{self._name}-*.index")):
             with suppress(OSError, ValueError, KeyError, TypeError):
                 header, columns = _map(path)
-                if header["packs"].items() <= packs.items() and len(header["packs"]) > len(self._packs):
+                if self._packs.items() < header["packs"].items() <= packs.items():
                     self._packs = {str(name): int(size) for name, size in header["packs"].items()}
                     self.forms = [Form.of_json(form) for form in header["forms"]]
                     self.files = [str(file) for file in header["files"]]
                     self._form_numbers = {form: number for number, form in enumerate(self.forms)}
                     self._file_numbers = {file: number for number, file in enumerate(self.files)}
-                    self._tables = [columns]
+                    self._tables, self._mapped = [columns], len(columns["high"])
 
     def merge(self) -> None:
         """Write a merged file if there is much that is not in one."""
-        if self._folder is None or len(self._tables) < 2 or len(self) < IN_MEMORY:
+        if self._folder is None or len(self) - self._mapped < IN_MEMORY:
             return
         try:
             self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -192,7 +198,7 @@ class Directory:
             _, columns = _map(path)
         except (OSError, ValueError, KeyError, TypeError):
             return  # the node has no room for it: the columns stay in memory
-        self._tables = [columns]
+        self._tables, self._mapped = [columns], len(columns["high"])
         for other in self._folder.glob(f"{self._name}-*.index"):
             if other != path:
                 other.unlink(missing_ok=True)  # an earlier merge; whoever maps it keeps it
@@ -209,9 +215,7 @@ class Directory:
         tables = [table for table in tables if len(table["high"])]
         if not tables:
             return
-        joined = {name: np.concatenate([table[name] for table in tables]) for name in COLUMNS}
-        order = Keys(joined["high"], joined["low"]).order()
-        self._tables.append({name: column[order] for name, column in joined.items()})
+        self._tables.append(_joined(tables))
 
 
 def default_folder() -> Path:
@@ -229,6 +233,15 @@ def write_problem(folder: Path) -> str:
         if mode & (stat.S_IWGRP | stat.S_IWOTH) and (path == folder or not mode & stat.S_ISVTX):
             return f"other users may write in {path} (chmod go-w)"
     return ""
+
+
+def _joined(tables: Sequence[Columns]) -> Columns:
+    """Returns the rows of tables, each of which is sorted by key, as one such table."""
+    if len(tables) == 1:
+        return tables[0]
+    joined = {name: np.concatenate([table[name] for table in tables]) for name in COLUMNS}
+    order = Keys(joined["high"], joined["low"]).order()
+    return {name: column[order] for name, column in joined.items()}
 
 
 def _number(value: T, numbers: dict[T, int], values: list[T]) -> int:
@@ -280,11 +293,10 @@ def _write(path: Path, header: dict[str, object], tables: Sequence[Columns]) -> 
                 {name: table[name][split[step] : split[step + 1]] for name in COLUMNS}
                 for table, split in zip(tables, splits, strict=True)
             ]
-            joined = {name: np.concatenate([part[name] for part in some]) for name in COLUMNS}
-            order = Keys(joined["high"], joined["low"]).order()
+            joined = _joined(some)
             for name in COLUMNS:
-                target[name][start : start + len(order)] = joined[name][order]
-            start += len(order)
+                target[name][start : start + len(joined["high"])] = joined[name]
+            start += len(joined["high"])
         draft.replace(path)
     except BaseException:
         draft.unlink(missing_ok=True)

@@ -5,8 +5,8 @@ What is cached already, by this run or another one with the same encoders, is no
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -20,15 +20,18 @@ from smalti.rundir import Phases
 from smalti_cache.embedding_cache import CachedLatents, CachedTexts
 from smalti_cache.encoder import Encoder
 from smalti_cache.places import CacheFolders, cache_folders, check_places
+from smalti_cache.wanted import Part
 
 
 @dataclass(frozen=True, kw_only=True)
 class AheadEncoder:
-    """Encodes what the options ask for, for a family that is `cacheable`."""
+    """Encodes what the options ask for, for a family that is `cacheable`. `part` and `report` are those of `Encoder`."""
 
     config: Config
     family: ModelFamily
     folders: CacheFolders
+    part: Part = field(default_factory=Part)
+    report: Callable[[str, int, int], object] = lambda what, wanted, missing: None
 
     def check(self) -> None:
         """Raises StorageError if a remote storage in which the run caches latents or texts cannot be listed."""
@@ -53,7 +56,15 @@ class AheadEncoder:
         """
         family, folders = self.family, self.folders
         options, world = self.config[DataOptions], communicator.world
-        work = Encoder(family=family, communicator=communicator, folders=folders, batch=options.train_batch_size, phases=phases)
+        work = Encoder(
+            family=family,
+            communicator=communicator,
+            folders=folders,
+            batch=options.train_batch_size,
+            phases=phases,
+            part=self.part,
+            report=self.report,
+        )
         every = [data] if data.held_out is None else [data, data.held_out]
         cached, latents = None, list[CachedLatents]()
         try:

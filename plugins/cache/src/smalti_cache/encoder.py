@@ -14,7 +14,9 @@ import json
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from contextlib import closing
+from dataclasses import dataclass, field
+from functools import partial
 from itertools import islice
 from typing import TypeVar
 
@@ -38,7 +40,7 @@ from smalti.data import (
     normalised,
 )
 from smalti.models import Encoding, ModelFamily
-from smalti.parallel import Communicator, run_on_all_ranks
+from smalti.parallel import Communicator, run_on_all_ranks, run_on_main_rank
 from smalti.rundir import Phases
 from smalti.system import preemption_as_exception
 from smalti_cache.contents import DESCRIPTION, digest_of
@@ -47,8 +49,9 @@ from smalti_cache.embedding_cache import CachedLatents, CachedTexts
 from smalti_cache.keys import Key
 from smalti_cache.pending import Pending, ProgressLine
 from smalti_cache.places import CacheFolders, CachePlace
+from smalti_cache.rounds import run_in_rounds
 from smalti_cache.store import PackStore
-from smalti_cache.wanted import Image, WantedImages, WantedTexts
+from smalti_cache.wanted import Image, Part, WantedImages, WantedTexts
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -69,6 +72,10 @@ class Encoder:
     folders: CacheFolders
     batch: int
     phases: Phases
+    part: Part = field(default_factory=Part)
+    """Of the images and texts that all of these ranks encode."""
+    report: Callable[[str, int, int], object] = lambda what, wanted, missing: None
+    """Called with "images" or "texts", how many there are in this part, and how many of them were missing."""
 
     @property
     def world(self) -> World:
@@ -129,7 +136,12 @@ class Encoder:
         With `negative`, the others are negative prompts. `ids` are the datasets whose texts are meant, None for all.
         """
         self._refresh([texts.store])
-        wanted = WantedTexts(texts, data, others, self.world, negative=negative, ids=ids)
+        part = self.part.divided(self.world)
+        with closing(WantedTexts(texts, data, others, part, negative=negative, ids=ids)) as wanted:
+            self._encode_texts(texts, wanted, negative=negative)
+        self._refresh([texts.store])
+
+    def _encode_texts(self, texts: CachedTexts, wanted: WantedTexts, *, negative: bool) -> None:
         counts = self._count([texts.store], lambda: [wanted.count()])
         encoder = self.family.encode_negative_prompts if negative else self.family.encode_captions
 
@@ -142,7 +154,6 @@ class Encoder:
         with Threads(1, "smalti-write") as thread:
             pending = Pending(texts.store, thread)
             self._progress("texts", total, map(encode, _batches(wanted.missing(), self.batch)), mine, pending.flush)
-        self._refresh([texts.store])
 
     # --- images ---------------------------------------------------------------------------------------------------
 
@@ -155,7 +166,7 @@ class Encoder:
             )
         stores = list(dict.fromkeys(latents.stores))
         self._refresh(stores)
-        wanted = WantedImages(latents, ProgressLine.say if self.world.is_main else None)
+        wanted = WantedImages(latents, self.part, ProgressLine.say if self.world.is_main else None)
         counts = self._count(stores, lambda: [wanted.count(number) for number in wanted.share(self.world)])
         missing = [each for _, each in counts]
         first, last = (sum(missing) * rank // self.world.size for rank in (self.world.rank, self.world.rank + 1))
@@ -199,7 +210,7 @@ class Encoder:
         if found and count > data.allowed_errors:
             message = f"{count} samples cannot be used, more than the error budget of {data.allowed_errors}; for example: "
             raise PreflightError(message + next(iter(found.values())), fix=fix)
-        for content in data.order.buckets:
+        for content in data.order.buckets if found else ():
             if latents.broken.issuperset(content.samples.tolist()):
                 raise PreflightError(f"no image of bucket {content.bucket} can be read", fix=fix)
 
@@ -213,7 +224,7 @@ class Encoder:
             counts = count()
             return json.dumps([counts, sum(len(store.written) for store in stores) > before])
 
-        answers = [json.loads(answer) for answer in run_on_all_ranks(self.communicator, mine)]
+        answers = [json.loads(answer) for answer in run_in_rounds(self.communicator, mine)]
         if any(adopted for _, adopted in answers):
             if self.world.is_main:
                 ProgressLine.say(f"{stores[0]} has entries of an earlier version of smalti, which are used")
@@ -223,9 +234,11 @@ class Encoder:
     def _progress(self, what: str, wanted: int, batches: Iterator[int], mine: int, flush: Callable[..., None]) -> None:
         """Process this rank's batches, each of which returns its number of items; returns when all ranks are done."""
         total = sum(map(int, run_on_all_ranks(self.communicator, lambda: str(mine))))
+        unit = "images" if what == "latents" else what
+        self.report(unit, wanted, total)
         if total == 0:
             return
-        self.phases.enter("encoding", total=total, unit="images" if what == "latents" else what)
+        self.phases.enter("encoding", total=total, unit=unit)
         show = ProgressLine(what=what, total=total) if self.world.is_main else None
         if show:
             there = "; the others are cached already" if total < wanted else ""
@@ -266,19 +279,23 @@ class Encoder:
         written = [[name for some in each for name in some] for each in zip(*map(json.loads, answers), strict=True)]
 
         def listed() -> str:
-            found = (_list(store, names) for store, names in zip(stores, written, strict=True)) if self.world.is_main else ()
+            found = (store.add_indexes(_list(store, names)) for store, names in zip(stores, written, strict=True))
             return json.dumps(list(found))
 
-        lists: list[dict[str, int]] = json.loads(run_on_all_ranks(self.communicator, listed)[0])
+        lists: list[dict[str, int]] = json.loads(run_on_main_rank(self.communicator, listed))
+        leads = self.world.local_rank == 0
 
-        def look() -> str:
-            for store, files in zip(stores, lists, strict=True):
-                if not self.world.is_main:
-                    _list(store, files)
-                store.refresh(files)
+        def look(*, leader: bool) -> str:
+            if leads == leader:
+                for store, files in zip(stores, lists, strict=True):
+                    if leads and not self.world.is_main:
+                        _list(store, files)
+                    store.refresh(files)
             return json.dumps([sorted(store.unreadable) for store in stores])
 
-        unreadable = run_on_all_ranks(self.communicator, look)
+        # The other ranks of a node map what its first one has merged.
+        run_in_rounds(self.communicator, partial(look, leader=True))
+        unreadable = run_in_rounds(self.communicator, partial(look, leader=False))
         if different := [rank for rank, other in enumerate(unreadable) if other != unreadable[0]]:
             raise UserError(
                 f"rank {different[0]} cannot read other packs of {', '.join(map(str, stores))} than rank 0 can",

@@ -2,7 +2,8 @@
 
 A pack is a safetensors file. Its first tensors are columns with one value per entry, sorted by key (`COLUMNS`), the last one,
 `data`, has the bytes of all entries. So opening it costs one short read and no work per entry.
-A pack without `data` adds entries that other files hold: the parts that earlier versions wrote.
+A pack without `data` adds entries that other files hold: the parts that earlier versions wrote. An index of many packs has
+the same form, with the names and sizes of these packs.
 """
 
 from __future__ import annotations
@@ -35,11 +36,15 @@ _LARGEST_HEADER = 32 << 20
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PackIndex:
-    """Where the entries of a pack are. `files` are names beside the pack; `columns["file"]` are places in that list."""
+    """Where the entries of a pack are. `files` are names beside the pack; `columns["file"]` are places in that list.
+
+    `packs` has names and sizes if this is the index of several packs.
+    """
 
     columns: Columns
     forms: tuple[Form, ...]
     files: tuple[str, ...]
+    packs: Mapping[str, int] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.columns["high"])
@@ -88,13 +93,22 @@ class PackBuilder:
         return b"".join([encode_columns(sorted_columns, list(self._forms), data=self.size), *self._data])
 
 
-def encode_columns(columns: Columns, forms: Sequence[Form], *, files: Sequence[str] = (), data: int | None = None) -> bytes:
+def encode_columns(
+    columns: Columns,
+    forms: Sequence[Form],
+    *,
+    files: Sequence[str] = (),
+    packs: Mapping[str, int] | None = None,
+    data: int | None = None,
+) -> bytes:
     """Returns the beginning of a pack. `data` is the number of bytes that follow; None if `files` hold the entries."""
     count = len(columns["high"])
     chunks = [(name, Chunk(dtype=kind, shape=(count,), offsets=(0,))) for name, kind in COLUMNS.items()]
     if data is not None:
         chunks.append(("data", Chunk(dtype="U8", shape=(data,), offsets=(0,))))
     notes = {"smalti_pack": _VERSION, "forms": forms_to_text(list(forms)), "files": json.dumps(list(files))}
+    if packs:
+        notes["packs"] = json.dumps(dict(packs))
     parts = [np.ascontiguousarray(columns[name], dtype=DTYPES[kind]).tobytes() for name, kind in COLUMNS.items()]
     return b"".join([encode_header(chunks, plain=True, notes=notes), *parts])
 
@@ -104,6 +118,37 @@ def read_pack(name: str, size: int, read: Callable[[int, int], bytes]) -> PackIn
 
     `read` returns bytes from an offset on. Raises ValueError, KeyError or TypeError for an invalid file.
     """
+    begun = _read_header(size, read)
+    if begun is None:
+        return None
+    start, length, header = begun
+    notes = header["__metadata__"]
+    end = max(header[column]["data_offsets"][1] for column in COLUMNS)
+    if len(start) < 8 + length + end:
+        start += read(len(start), 8 + length + end - len(start))
+    columns = {}
+    for column, kind in COLUMNS.items():
+        begin, stop = header[column]["data_offsets"]
+        columns[column] = np.frombuffer(start[8 + length + begin : 8 + length + stop], dtype=DTYPES[kind])
+    files = tuple(map(str, json.loads(notes["files"])))
+    if not files:
+        columns["offset"] = columns["offset"] + np.uint64(8 + length + end)
+    forms = tuple(map(Form.of_json, json.loads(notes["forms"])))
+    return PackIndex(columns=columns, forms=forms, files=files or (name,), packs=_packs(notes))
+
+
+def read_packs(size: int, read: Callable[[int, int], bytes]) -> Mapping[str, int]:
+    """Returns the names and sizes of the packs that an index is about, without its columns. Raises what `read_pack` raises."""
+    begun = _read_header(size, read)
+    return {} if begun is None else _packs(begun[2]["__metadata__"])
+
+
+def _packs(notes: Mapping[str, str]) -> Mapping[str, int]:
+    return {str(name): int(size) for name, size in json.loads(notes.get("packs", "{}")).items()}
+
+
+def _read_header(size: int, read: Callable[[int, int], bytes]) -> tuple[bytes, int, dict[str, Any]] | None:
+    """Returns the beginning of a file, the length of its header, and that; None for the part of an earlier version."""
     start = read(0, min(size, _FIRST_READ))
     if len(start) < 8:
         raise ValueError("it is too short")
@@ -123,15 +168,4 @@ def read_pack(name: str, size: int, read: Callable[[int, int], bytes]) -> PackIn
         raise ValueError("its size does not match its header")
     if notes["smalti_pack"] != _VERSION:
         raise ValueError(f"it is a pack of version {notes['smalti_pack']}, and this version of smalti reads {_VERSION}")
-    end = max(header[column]["data_offsets"][1] for column in COLUMNS)
-    if len(start) < 8 + length + end:
-        start += read(len(start), 8 + length + end - len(start))
-    columns = {}
-    for column, kind in COLUMNS.items():
-        begin, stop = header[column]["data_offsets"]
-        columns[column] = np.frombuffer(start[8 + length + begin : 8 + length + stop], dtype=DTYPES[kind])
-    files = tuple(map(str, json.loads(notes["files"])))
-    if not files:
-        columns["offset"] = columns["offset"] + np.uint64(8 + length + end)
-    forms = tuple(map(Form.of_json, json.loads(notes["forms"])))
-    return PackIndex(columns=columns, forms=forms, files=files or (name,))
+    return start, length, header

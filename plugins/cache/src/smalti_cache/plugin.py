@@ -23,7 +23,7 @@ class EncodingCache:
 
     @hookimpl
     def register_commands(self, commands: CommandCollector) -> None:
-        commands.add_deferred("smalti_cache.all_caches:cache", "List, verify and remove caches.", section="Data")
+        commands.add_deferred("smalti_cache.all_caches:cache", "Fill, list, verify and remove caches.", section="Data")
 
 
 plugin = EncodingCache()

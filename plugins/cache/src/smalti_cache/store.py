@@ -25,6 +25,7 @@ from smalti import UserError
 from smalti.data import IntegrityError, LocalStorage, Storage, StorageError, TransientStorageError
 from smalti_cache.directory import Directory, Place
 from smalti_cache.entries import decode
+from smalti_cache.index_files import SUFFIX, IndexFiles
 from smalti_cache.keys import Key, Keys
 from smalti_cache.pack import Columns, PackBuilder, PackIndex, encode_columns, read_pack
 from smalti_cache.reads.local_copies import LocalCopies
@@ -76,6 +77,7 @@ class PackStore:
         self._report = report
         self.compress = compress
         self._directory = Directory(folder, sha256(f"{self}".encode()).hexdigest()[:16])
+        self._indexes = IndexFiles(storage, self._prefix, self._open, report)
         self._seen: set[str] = set()
         self.earlier_parts: dict[str, int] = {}
         """Parts that an earlier version wrote, by name, with their sizes."""
@@ -105,11 +107,11 @@ class PackStore:
             return self._directory.all_damaged()
 
     def files(self) -> dict[str, int]:
-        """The files that there are now, by name, with their sizes: packs, and notes of damaged entries."""
+        """The files that there are now, by name, with their sizes: packs, their indexes, and notes of damaged entries."""
         found = {}
         for file in self._storage.list(self._prefix):
             name = file.key[len(self._prefix) :]
-            if name.endswith((_PACK, _DAMAGED)) and not name.startswith(".") and "/" not in name:
+            if name.endswith((_PACK, _DAMAGED, SUFFIX)) and not name.startswith(".") and "/" not in name:
                 found[name] = file.size
         return found
 
@@ -117,20 +119,28 @@ class PackStore:
         """Open the packs that are new in the list of files, by default all that there are."""
         files = self.files() if files is None else files
         with self._lock:
-            packs = {name: size for name, size in files.items() if name.endswith(_PACK)}
+            packs = _packs_in(files)
             self._directory.open_merged(packs)
             self._seen |= self._directory.packs
-            new = {name: size for name, size in sorted(files.items()) if name not in self._seen}
-            self._seen |= new.keys()
-            self._directory.add(
-                (name, size, index)
-                for name, size in new.items()
-                if name.endswith(_PACK) and (index := self._open(name, size)) is not None
-            )
+            new = {name: size for name, size in sorted(packs.items()) if name not in self._seen}
+            self._directory.add(self._indexes.opened(files, new))
             self._directory.merge()
-            for name in new:
-                if name.endswith(_DAMAGED):
-                    self._read_note(name)
+            notes = [name for name in sorted(files) if name.endswith(_DAMAGED) and name not in self._seen]
+            for _ in read_all(self._read_note, notes, at_once=AT_ONCE):
+                pass
+            self._seen |= {*new, *notes}
+
+    def add_indexes(self, files: Mapping[str, int]) -> dict[str, int]:
+        """Write indexes of those packs of a list of files that none has yet, if they are many; returns the list with them.
+
+        One process of a run calls this.
+        """
+        found = dict(files)
+        with suppress(StorageError):  # of a store that can only be read, each process reads the packs
+            for name, data in self._indexes.additions(files, _packs_in(files)):
+                self._storage.write(self._prefix + name, data)
+                found[name] = len(data)
+        return found
 
     def has(self, keys: Keys) -> NDArray[np.bool_]:
         """Returns for each key whether there is an entry, as of the last `refresh`."""
@@ -292,7 +302,8 @@ class PackStore:
             raise
         except (StorageError, ValueError, KeyError, TypeError) as error:
             problem = error.message if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
-            self._report(f"{self}/{name} cannot be read ({problem}); its entries are encoded again, and it can be deleted")
+            if name not in self.unreadable:
+                self._report(f"{self}/{name} cannot be read ({problem}); its entries are encoded again, and it can be deleted")
             self.unreadable.add(name)
             return None
         if index is None:
@@ -313,6 +324,10 @@ class PackStore:
             raise UserError(f"cannot write {entries} entries to {self}: {error.message}", fix=fix) from error
         self.written.append(name)
         return name
+
+
+def _packs_in(files: Mapping[str, int]) -> dict[str, int]:
+    return {name: size for name, size in files.items() if name.endswith(_PACK)}
 
 
 def _decoded(place: Place, data: bytes) -> dict[str, Tensor]:

@@ -1,7 +1,7 @@
 """What a run needs that is not cached yet, found in chunks of rows: memory does not depend on the number of images.
 
 Images are shared out in order of rows, so that each rank reads its part of a table or an archive in order. Texts are shared out
-by their keys, since many images may have the same one.
+by their keys, since many images may have the same one: each rank looks at all of them once.
 """
 
 from __future__ import annotations
@@ -21,11 +21,12 @@ from smalti_cache.embedding_cache import IMAGE_COLUMNS, CachedLatents, CachedTex
 from smalti_cache.keys import Key, Keys
 from smalti_cache.profiles import is_srgb
 from smalti_cache.store import PackStore
+from smalti_cache.text_keys import TextKeys
 
 CHUNK = 1 << 16
 """Rows that are looked at together."""
-_PASS = 1 << 19
-"""Rows of a rank's share of texts that are looked at in one pass."""
+_RANGE = 1 << 19
+"""Texts that are looked for in the store together."""
 _ORDINALS = 1 << 16
 _READING_THREADS = 16
 
@@ -45,6 +46,22 @@ def bucket_numbers(data: PreparedData, dataset: int, start: int, stop: int) -> N
                 rows = part.rows[first : last + 1]
                 numbers[rows[rows < stop].astype(np.int64) - start] = number
     return numbers
+
+
+@dataclass(frozen=True)
+class Part:
+    """One of `count` parts of the work, which are about equal; `number` counts from 0."""
+
+    number: int = 0
+    count: int = 1
+
+    def of(self, total: int) -> tuple[int, int]:
+        """Returns where this part of `total` things begins and ends."""
+        return total * self.number // self.count, total * (self.number + 1) // self.count
+
+    def divided(self, world: World) -> Part:
+        """Returns the part of this part that a rank has."""
+        return Part(self.number * world.size + world.rank, self.count * world.size)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,10 +88,11 @@ class WantedImages:
 
     Args:
         latents: with their stores.
+        part: which rows of each dataset are meant.
         say: called with a line for the user before work that takes long; None says nothing.
     """
 
-    def __init__(self, latents: CachedLatents, say: Callable[[str], None] | None = None) -> None:
+    def __init__(self, latents: CachedLatents, part: Part, say: Callable[[str], None] | None = None) -> None:
         self._latents = latents
         self._data = latents.data
         self._say = say
@@ -82,15 +100,15 @@ class WantedImages:
         self._srgb: dict[int, bool] = {}
         """Rows of the chunk that `count` looks at, as far as their files were opened."""
         self.chunks = [
-            Chunk(number, start, min(start + CHUNK, len(dataset.index)))
+            Chunk(number, start, min(start + CHUNK, last))
             for number, dataset in enumerate(self._data.datasets)
-            for start in range(0, len(dataset.index), CHUNK)
+            for first, last in [part.of(len(dataset.index))]
+            for start in range(first, last, CHUNK)
         ]
 
     def share(self, world: World) -> range:
         """The chunks, by number, that a rank looks at."""
-        first, last = (len(self.chunks) * rank // world.size for rank in (world.rank, world.rank + 1))
-        return range(first, last)
+        return range(*Part().divided(world).of(len(self.chunks)))
 
     def count(self, number: int) -> tuple[int, int]:
         """Returns how many latents the rows of a chunk need, and how many of them are missing.
@@ -213,8 +231,8 @@ class WantedTexts:
         data: the images with captions.
         others: further texts.
         negative: whether `others` are negative prompts.
+        part: of the keys.
         ids: of the datasets whose texts are meant; None means all.
-        world: the share is that of this rank.
     """
 
     def __init__(
@@ -222,7 +240,7 @@ class WantedTexts:
         texts: CachedTexts,
         data: Sequence[PreparedData],
         others: Sequence[str],
-        world: World,
+        part: Part,
         *,
         negative: bool = False,
         ids: Collection[str] | None = None,
@@ -237,30 +255,34 @@ class WantedTexts:
             if ids is None or dataset.spec.id in ids
         ]
         self._starts = np.cumsum([0, *(len(one.datasets[number].index) for one, number in self._datasets)]).tolist()
-        passes = -(-self._starts[-1] // (_PASS * world.size)) or 1
-        first, last = ((rank << 64) // world.size for rank in (world.rank, world.rank + 1))
-        self._limits = [first + (last - first) * number // passes for number in range(passes + 1)]
+        number, count = part.number << 64, part.count
+        ranges = -(-self._starts[-1] // (_RANGE * count)) or 1
+        self._found = TextKeys(number // count, (number + (1 << 64)) // count, ranges)
         self._earlier: EarlierParts | None = None
-        self._only: _Texts | None = None
+
+    def close(self) -> None:
+        """Remove the temporary file in which many keys are."""
+        self._found.close()
 
     def count(self) -> tuple[int, int]:
-        """Returns how many different texts are in this rank's share, and how many of them are missing.
+        """Returns how many different texts are in this part, and how many of them are missing. Called once.
 
         Entries of earlier versions that are found on the way are added to the store, under their present keys.
         """
+        for keys, sources in self._all():
+            self._found.add(keys, sources)
         wanted = missing = 0
-        for number in range(len(self._limits) - 1):
+        for number in range(len(self._found)):
             found = self._missing(number)
             if len(found.keys) and self._texts.store.earlier_parts:
                 found = self._adopt(found)
             wanted, missing = wanted + found.wanted, missing + len(found.keys)
-            self._only = found
         return wanted, missing
 
     def missing(self) -> Iterator[tuple[str, Key]]:
-        """Yields the missing texts of this rank's share, after `count`."""
-        for number in range(len(self._limits) - 1):
-            found = self._only if self._only is not None and len(self._limits) == 2 else self._missing(number)
+        """Yields the missing texts of this part, after `count` and a `refresh` of the store if something was added to it."""
+        for number in range(len(self._found)):
+            found = self._missing(number)
             for place, source in enumerate(found.sources.tolist()):
                 yield self._text(source), found.keys.key(place)
 
@@ -273,23 +295,10 @@ class WantedTexts:
         return data.datasets[number].texts(row - self._starts[place])[ordinal]
 
     def _missing(self, number: int) -> _Texts:
-        """Returns the missing texts of one pass."""
-        parts, sources = [], []
-        for keys, source in self._all():
-            high = keys.high
-            mine = high >= np.uint64(self._limits[number])
-            if self._limits[number + 1] < 1 << 64:
-                mine &= high < np.uint64(self._limits[number + 1])
-            parts.append(keys[mine])
-            sources.append(source[mine])
-        keys, source = Keys.joined(parts), np.concatenate(sources)
-        order = keys.order()
-        keys, source = keys[order], source[order]
-        first = np.ones(len(keys), dtype=np.bool_)
-        first[1:] = (keys.high[1:] != keys.high[:-1]) | (keys.low[1:] != keys.low[:-1])
-        keys, source = keys[first], source[first]
+        """Returns the missing texts of one range of keys."""
+        keys, sources = self._found.read(number)
         missing = ~self._texts.store.has(keys)
-        return _Texts(len(keys), keys[missing], source[missing])
+        return _Texts(len(keys), keys[missing], sources[missing])
 
     def _all(self) -> Iterator[tuple[Keys, NDArray[np.int64]]]:
         """Yields the keys and sources of all texts of the run, in chunks."""

@@ -1,9 +1,10 @@
 """Copies of entries of remote caches on a drive of the node, up to a number of bytes, for all processes of the node.
 
-A file per entry, because a shuffled order reads single entries of each pack. A copy that this run has used is never evicted by
-it: in a shuffled order each entry is read once in an epoch, and evicting the least recently used one would evict what is needed
-next. So once the limit is reached by copies of this run, further entries are not copied. Older copies are evicted, those first
-that were not used for the longest time. A use is noted once in a run, as the time of change of the file.
+A file per entry, because a shuffled order reads single entries of each pack. A copy that was used since the first of the
+processes that use the folder now has opened it is never evicted: in a shuffled order each entry is read once in an epoch, and
+evicting the least recently used one would evict what is needed next. So once the limit is reached by copies in use, further
+entries are not copied. Older copies are evicted, those first that were not used for the longest time. A use is noted once in a
+run, as the time of change of the file.
 
 Files: `entries/XX/NAME`, drafts in `drafts`, `bytes` with their sum, and `users`, which every process locks.
 """
@@ -61,9 +62,9 @@ class LocalCopies:
             pass  # another process uses the folder
         else:
             self._count()
+            os.utime(self._users)  # by the clock that the copies are compared with
         fcntl.flock(self._users, fcntl.LOCK_SH)
-        os.utime(self._users)
-        self._opened = os.fstat(self._users).st_mtime_ns  # by the clock that the copies are compared with
+        self._opened = os.fstat(self._users).st_mtime_ns
 
     def close(self) -> None:
         """Afterwards another process may count the copies again."""

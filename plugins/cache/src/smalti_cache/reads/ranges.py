@@ -9,6 +9,7 @@ from typing import TypeVar
 from smalti.data import Threads
 from smalti_cache.directory import Place
 
+T = TypeVar("T")
 R = TypeVar("R")
 
 LOCAL_GAP = 16 << 10
@@ -45,11 +46,11 @@ def ranges_of(places: Sequence[Place], *, gap: int, largest: int = LARGEST) -> l
     return found
 
 
-def read_all(read: Callable[[Range], R], ranges: Sequence[Range], *, at_once: int) -> Iterator[R]:
-    """Yields what `read` returns for each range, in order. Raises the first error."""
-    count = min(at_once, len(ranges))
+def read_all(read: Callable[[T], R], items: Sequence[T], *, at_once: int) -> Iterator[R]:
+    """Yields what `read` returns for each item, in order. Raises the first error."""
+    count = min(at_once, len(items))
     if count <= 1:
-        yield from map(read, ranges)
+        yield from map(read, items)
         return
     with Threads(count, "smalti-cache-read") as threads:
-        yield from threads.map(read, ranges)
+        yield from threads.map(read, items)

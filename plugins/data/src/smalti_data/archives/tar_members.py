@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 BLOCK = 512
+_LARGEST = 1 << 60
+"""Bytes of a member; no storage has such a file."""
 
 Read = Callable[[int, int], bytes]
 """Bytes from an offset on, fewer at the end of the file."""
@@ -51,7 +53,7 @@ def members(read: Read, size: int) -> Iterator[Member]:
         elif kind in (b"x", b"g"):
             found = _records(read(data, length), at) if kind == b"x" else found
         else:
-            length = int(found.get("size", length))
+            length = _checked_length(found.get("size", str(length)), at)
             if kind in (b"0", b"\0", b"7"):
                 yield Member(found.get("path") or long_name or _name(header), data, length)
             elif kind == b"S" or "GNU.sparse.major" in found:
@@ -69,11 +71,17 @@ def _checked_size(header: bytes, at: int) -> int:
     if stated != sum(header) - sum(header[148:156]) + 8 * 32:
         raise DamagedTarError(f"damaged tar header at byte {at}", at)
     if header[124] & 0x80:  # GNU: a binary number, for sizes of 8 GiB and more
-        return int.from_bytes(header[125:136], "big")
+        return _checked_length(str(int.from_bytes(header[125:136], "big")), at)
     try:
         return int(header[124:136].strip(b" \0") or b"0", 8)
     except ValueError as error:
         raise DamagedTarError(f"damaged tar header at byte {at}", at) from error
+
+
+def _checked_length(text: str, at: int) -> int:
+    if not (text.isascii() and text.isdecimal()) or len(text) > len(str(_LARGEST)) or int(text) > _LARGEST:
+        raise DamagedTarError(f"the tar header at byte {at} has an impossible size", at)
+    return int(text)
 
 
 def _name(header: bytes) -> str:

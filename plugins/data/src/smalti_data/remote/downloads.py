@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator
@@ -14,7 +15,7 @@ from tempfile import TemporaryDirectory
 
 from smalti import CheckpointError, PreflightError, UserError
 from smalti.checkpoint import GROUPS, MANIFEST, WEIGHTS, FileRecord, Manifest, new_digest
-from smalti.data import MissingFileError
+from smalti.data import InvalidKeyError, MissingFileError, Storage, checked_key
 from smalti.system import atomic_write, format_bytes, free_bytes, fsync_directory
 from smalti_data.remote.checkpoints import CHECKPOINTS, RemoteCheckpoint, RemoteRun
 
@@ -24,6 +25,25 @@ _REPORT_SECONDS = 10.0
 _BUFFER = 2**18
 
 Report = Callable[[str], None]
+
+
+def download_missing(storage: Storage, pattern: str, folder: Path, report: Report) -> None:
+    """Download the files whose keys match `pattern` below `folder`, as far as they are not there.
+
+    A `*` stands for any characters of one name, so never for "/". A key that could lead elsewhere is skipped and reported.
+    """
+    matches = re.compile("[^/]*".join(map(re.escape, pattern.split("*")))).fullmatch
+    for stored in storage.list(pattern.partition("*")[0]):
+        if not matches(stored.key):
+            continue
+        try:
+            path = folder / checked_key(stored.key)
+        except InvalidKeyError as error:
+            report(f"skipped a file of {storage.location}: {error.message}")
+            continue
+        if not path.exists():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            storage.download(stored.key, path)
 
 
 def download_checkpoint(

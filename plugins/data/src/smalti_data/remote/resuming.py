@@ -6,7 +6,6 @@ import json
 import re
 import shutil
 from collections.abc import Callable
-from fnmatch import fnmatchcase
 from hashlib import sha256
 from pathlib import Path
 
@@ -15,10 +14,10 @@ from smalti.checkpoint import CheckpointStore, quick_check, read_manifest
 from smalti.rundir import RunDirectory
 from smalti.system import atomic_write
 from smalti_data.remote.checkpoints import CHECKPOINTS, UNUSABLE, RemoteCheckpoint, RemoteRun
-from smalti_data.remote.downloads import download_checkpoint
+from smalti_data.remote.downloads import download_checkpoint, download_missing
 
 INDEXES = "data/trained/*/*.arrow"
-"""The indexes with which checkpoints were trained, with which a resume compares its data."""
+"""The indexes with which checkpoints were trained, with which a resume compares its data: a pattern of `download_missing`."""
 _CHOSEN = "chosen.json"
 _READABLE = 80
 """Characters of a URL in the name of a folder."""
@@ -53,7 +52,7 @@ def download_to_resume(run: RemoteRun, url: str, target: RunDirectory, report: C
             reasons.append(f"{each.name}: {error.message}")
             report(f"skipped {reasons[-1]}")
             continue
-        _download_indexes(run, home)
+        download_missing(run.storage, INDEXES, home, report)
         chosen = {"url": url, "checkpoint": path.name}
         atomic_write(home / _CHOSEN, json.dumps(chosen, indent=1).encode() + b"\n")
         return path
@@ -94,14 +93,6 @@ def _download(run: RemoteRun, checkpoint: RemoteCheckpoint, store: CheckpointSto
         path = store.publish(folder, manifest)
     shutil.rmtree(folder.parent, ignore_errors=True)
     return path
-
-
-def _download_indexes(run: RemoteRun, home: Path) -> None:
-    for stored in run.storage.list(INDEXES.partition("*")[0]):
-        path = home / stored.key
-        if fnmatchcase(stored.key, INDEXES) and not path.exists():
-            path.parent.mkdir(parents=True, exist_ok=True)
-            run.storage.download(stored.key, path)
 
 
 def _unusable(run: RemoteRun, reasons: list[str]) -> CheckpointError:

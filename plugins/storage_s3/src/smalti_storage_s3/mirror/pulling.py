@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
-from fnmatch import fnmatchcase
 from pathlib import Path
 
 from smalti import CheckpointError
@@ -12,7 +11,7 @@ from smalti.checkpoint import CheckpointStore, Manifest
 from smalti.data import Storage
 from smalti.rundir import RunDirectory
 from smalti_data.remote.checkpoints import UNUSABLE, RemoteCheckpoint, RemoteRun
-from smalti_data.remote.downloads import download_checkpoint
+from smalti_data.remote.downloads import download_checkpoint, download_missing
 from smalti_storage_s3.mirror.upload import KEPT_FILES, RUN_FILES, WORK
 
 _INCOMING = "incoming"
@@ -25,7 +24,7 @@ def pull(mirror: RemoteRun, run: RunDirectory, choice: str, report: Callable[[st
     interrupted download has left is used. Raises CheckpointError if no checkpoint can be used, StorageError if the mirror
     cannot be read now, PreflightError if there is not enough space.
     """
-    pull_run_files(mirror.storage, run)
+    pull_run_files(mirror.storage, run, report)
     reasons = []
     for each in mirror.find(choice):
         try:
@@ -45,15 +44,11 @@ def pull(mirror: RemoteRun, run: RunDirectory, choice: str, report: Callable[[st
     )
 
 
-def pull_run_files(storage: Storage, run: RunDirectory) -> None:
+def pull_run_files(storage: Storage, run: RunDirectory, report: Callable[[str], None]) -> None:
     """Download what describes the run, as far as it is missing. First run.json, by which a run directory is known."""
     run.path.mkdir(parents=True, exist_ok=True)
     for pattern in (*RUN_FILES, KEPT_FILES):
-        for stored in storage.list(pattern.partition("*")[0]):
-            path = run.path / stored.key
-            if fnmatchcase(stored.key, pattern) and not path.exists():
-                path.parent.mkdir(parents=True, exist_ok=True)
-                storage.download(stored.key, path)
+        download_missing(storage, pattern, run.path, report)
 
 
 def fetch_checkpoint(
