@@ -53,8 +53,8 @@ class SimpleTuner(Dialect):
             chosen[_CHOICE] = (label, replace(given, value="smalti"))
         return reference_defaults(values, schema)
 
-    def translate_chosen(self, given: Mapping[str, object]) -> Translation:
-        return translate_optimizer(given)
+    def translate_chosen(self, given: Mapping[str, object], schema: Schema) -> Translation:
+        return translate_optimizer(given, schema.optimizers)
 
     def page(self, schema: Schema) -> str:
         from smalti_migrate.simpletuner.page import reference_keys_page
