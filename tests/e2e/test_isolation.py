@@ -135,3 +135,20 @@ def test_an_observer_that_cannot_start_ends_the_run_and_the_others_are_told_of_t
     assert "in hook 'on_train_start'" in run.output
     assert not run.calls("on_train_end")
     assert (last_state(run), run.events("error")[0]["message"]) == ("failed", "spoiled on_train_start")
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_an_exit_in_a_hook_ends_the_run_as_an_exception_does(tmp_path, train, launch, ranks):
+    options = {"max_train_steps": 4, "train_batch_size": 4 // ranks, "num_processes": ranks}
+    run = (train if ranks == 1 else launch)(tmp_path / "run", **options, variables={"PROBE_EXIT": "on_checkpoint,on_step_end"})
+    assert run.code == 1, run.output
+    assert "the hook 'on_step_end' of plugin 'probe' (smalti-probe 1.0) called sys.exit(0)" in run.output
+    assert saved(run) == [1]
+    assert (last_state(run), run.events("state")[-1]["exit_code"]) == ("failed", 1)
+    assert any("failed in hook 'on_checkpoint'" in text and "sys.exit(0)" in text for text in warnings(run))
+
+
+def test_an_exit_while_the_configuration_is_checked_is_an_error_of_the_plugin(tmp_path, train):
+    run = train(tmp_path / "run", max_train_steps=1, train_batch_size=4, variables={"PROBE_EXIT": "check_config"})
+    assert run.code == 1, run.output
+    assert "the hook 'check_config' of plugin 'probe' (smalti-probe 1.0) called sys.exit(0)" in run.output

@@ -4,10 +4,14 @@ from pathlib import Path
 
 import pytest
 
+from smalti import OptimizerEntry, hookimpl
 from smalti.config.core_options.training import SETTINGS
 from smalti.config.resolution import draft, resolve
+from smalti.errors import UserError
 from smalti.hookspecs import HookSpecs
+from smalti.plugins import find_optimizer
 from smalti.plugins.discovery import Selection, load_plugins
+from smalti.plugins.registry import PluginInfo
 from smalti.plugins.schema import schema_of
 from smalti_migrate.optimizer_names import ALIASES, REFUSED, normalised, translate_optimizer
 
@@ -87,3 +91,35 @@ def test_the_page_has_every_name_and_where_each_optimizer_works():
 def test_what_is_no_name_is_left_to_the_check_of_its_type():
     assert translate_optimizer({"optimizer": 3}).values == {}
     assert translate_optimizer({"optimizer": "adamw"}).values == {}
+
+
+@pytest.mark.parametrize("name", ["soap", "came", "lion8bit", "adam", "optimi-lion"])
+def test_a_registered_optimizer_is_chosen_before_another_trainers_meaning_of_its_name(name):
+    class Third:
+        @hookimpl
+        def register_optimizers(self):
+            return [OptimizerEntry(name=normalised(name), title=name, factory="nowhere:at_all")]
+
+    plugins = load_plugins()
+    plugins.register(PluginInfo(name="third", distribution="third", version="1"), Third())
+    config = resolve(schema_of(plugins), ["--accelerate_config=none", f"--optimizer={name}"], environment={})
+    assert find_optimizer(config.value("optimizer"), plugins.gather(HookSpecs.register_optimizers)).origin.plugin == "third"
+    assert (config.notices, settings(config)) == ((), [0.9, 0.999, 1e-8, 0.01])
+
+
+def test_a_run_without_an_optimizer_that_two_plugins_register_goes_on_and_one_with_it_chooses():
+    class Third:
+        @hookimpl
+        def register_optimizers(self):
+            return [OptimizerEntry(name="lion", title="Lion", factory="nowhere:at_all")]
+
+    plugins = load_plugins()
+    plugins.register(PluginInfo(name="third", distribution="third", version="1"), Third())
+    entries, schema = plugins.gather(HookSpecs.register_optimizers), schema_of(plugins)
+    assert find_optimizer("adamw", entries).name == "adamw"
+    for name in ("optimizers:lion", "third:lion"):
+        config = resolve(schema, ["--accelerate_config=none", f"--optimizer={name}"], environment={})
+        assert f"{find_optimizer(config.value('optimizer'), entries).origin.plugin}:lion" == name
+        assert settings(config)[1] == 0.99
+    with pytest.raises(UserError, match="'lion' is registered by plugin 'optimizers'"):
+        find_optimizer("lion", entries)

@@ -7,8 +7,9 @@ or to evaluate after it, "stop" asks for a stop after that step, "preempt" does 
 while the run is built, at step 0. "stuck" never comes back from the backward pass, as from a device that waits for another
 rank: a call that lets other threads run and minds no signal; "hang" does so in the hook `on_step_end`, where "collective"
 makes a collective call of its own. "memory" runs out of memory, where leaving the group would wait for the others, as with
-NCCL. PROBE_RAISE names hooks that fail, PROBE_FAULT is the answer to a fault. "report" reports a fault in another thread
-after that step, at step 0 while the run is built; "report-stuck" also never comes back from that hook. With PROBE_GPUS,
+NCCL. PROBE_RAISE names hooks that fail, PROBE_EXIT hooks that exit, PROBE_FAULT is the answer to a fault. "report" reports a
+fault in another thread after that step, at step 0 while the run is built; "report-stuck" also never comes back from that hook.
+With PROBE_GPUS,
 smalti-health watches the GPU "cuda:RANK" for each rank, though that trains on the CPU, and "gpu" lets the driver report
 what PROBE_GPUS says from that step on. With PROBE_MODULES it also notes, as "modules", what a rank has imported by the end
 of its first step.
@@ -49,6 +50,8 @@ class Probe:
                 file.write(line + "\n")
         if hook in os.environ.get("PROBE_RAISE", "").split(","):
             raise RuntimeError(f"spoiled {hook}")
+        if hook in os.environ.get("PROBE_EXIT", "").split(","):
+            sys.exit(0)
 
     def due(self, step):
         return int(os.environ.get("RANK", "0")) == int(self.rank) and step == int(self.step)

@@ -51,6 +51,17 @@ def test_a_missing_dependency_names_what_needs_it_and_leaves_with_the_code_of_a_
     assert (caught.value.exit_code, "pip install no_such_package_xyz" in caught.value.fix) == (4, True)
 
 
+def test_a_module_that_smalti_had_once_shows_a_plugin_for_another_version(module):
+    def build(config):
+        import smalti.diffusion.step  # noqa: F401
+
+    module(build=build)
+    with pytest.raises(BrokenPlugin) as caught:
+        made("theirs:build")
+    assert "written for another version of smalti: there is no module 'smalti.diffusion.step'" in caught.value.message
+    assert caught.value.fix == "update smalti-old, or disable the plugin with --without old"
+
+
 @pytest.mark.parametrize(
     ("factory", "reason"),
     [("nowhere_at_all.deep:build", "no module 'nowhere_at_all'"), ("theirs:build", "no callable 'build'")],

@@ -10,6 +10,7 @@ from smalti import hookimpl
 from smalti.errors import Problem, UserError
 from smalti.hookspecs import HookSpecs
 from smalti.plugins.discovery import BUILT_IN, Selection, load_plugins
+from smalti.plugins.lookup import find_entry
 from smalti.plugins.registry import PluginInfo
 from smalti.types import Block, Checkpoint, DistributedPlan, FamilyEntry
 
@@ -101,13 +102,18 @@ def test_gathered_answers_are_sorted_by_name(plugins):
     assert [family.name for family in plugins.gather(HookSpecs.register_model_families)] == ["ant", "toy", "zebra"]
 
 
-def test_one_name_from_two_plugins_is_an_error_that_names_both_distributions(plugins):
-    plugins.register(info("families"), Families("toy"))
+def test_one_name_from_two_plugins_is_an_error_only_where_it_is_used_and_names_both_distributions(plugins):
+    plugins.register(info("families"), Families("toy", "ant"))
+    entries = plugins.gather(HookSpecs.register_model_families)
+    assert [entry.name for entry in entries] == ["ant", "families:toy", "toy:toy"]
+    assert [find_entry(name, entries).name for name in ("ant", "Families:Ant", "families:toy", "toy:toy")] == [
+        *("ant", "ant", "families:toy", "toy:toy")
+    ]
+    assert find_entry("toy:ant", entries) is None
     with pytest.raises(UserError) as raised:
-        plugins.gather(HookSpecs.register_model_families)
-    assert "'toy' is provided twice: by plugin 'toy' (smalti-toy " in str(raised.value)
-    assert "and by plugin 'families' (dist-families 1.0)" in str(raised.value)
-    assert "--without families" in str(raised.value)
+        find_entry("toy", entries)
+    assert "'toy' is registered by plugin 'families' (dist-families 1.0) and plugin 'toy' (smalti-toy " in str(raised.value)
+    assert raised.value.fix == "choose families:toy or toy:toy"
 
 
 def test_one_name_twice_from_one_plugin_is_an_error_too(plugins):

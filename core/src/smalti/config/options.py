@@ -198,7 +198,7 @@ class Dialect:
         """That trainer's defaults by option, where they differ from those here. `chosen` has the values with their layers."""
         return {}
 
-    def translate_chosen(self, given: Mapping[str, object]) -> Translation:
+    def translate_chosen(self, given: Mapping[str, object], schema: Schema) -> Translation:
         """What the values that won over those of weaker sources mean here: other values of these, and of options not given."""
         return Translation()
 
@@ -405,6 +405,8 @@ class Schema:
     """All options of the core and of the active plugins, by name."""
 
     groups: tuple[OptionGroup, ...]
+    optimizers: frozenset[str] = frozenset()
+    """The names of the registered optimizers, which a dialect does not read as another trainer's."""
     options: Mapping[str, Option] = field(init=False)
     aliases: Mapping[str, str] = field(init=False)
     dialect: Dialect = field(init=False)

@@ -157,7 +157,7 @@ def _translate_chosen(
     schema: Schema, chosen: dict[str, tuple[str, Given]], notices: list[str], problems: list[Problem]
 ) -> None:
     """Replace values that have another spelling here, and add those that they stand for."""
-    found = schema.dialect.translate_chosen({name: given.value for name, (_, given) in chosen.items()})
+    found = schema.dialect.translate_chosen({name: given.value for name, (_, given) in chosen.items()}, schema)
     problems += found.problems
     notices += [f"{key} {remark}" for key, remark in found.notices]
     for name, (key, value) in found.values.items():

@@ -6,6 +6,7 @@ from .lookup import (
     check_strategy as check_strategy,
     choose_distributed as choose_distributed,
     family_entry as family_entry,
+    find_entry as find_entry,
     find_family as find_family,
     find_optimizer as find_optimizer,
     is_url as is_url,

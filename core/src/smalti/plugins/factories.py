@@ -62,6 +62,8 @@ def _missing(error: ModuleNotFoundError, entry: Registered, address: str) -> Use
     name, own = error.name or "", address.partition(":")[0]
     if own == name or own.startswith(f"{name}."):
         return _broken(entry, address, f"there is no module {name!r}")
+    if name.partition(".")[0] == "smalti":
+        return _broken(entry, address, f"it was written for another version of smalti: there is no module {name!r}")
     message = f"{entry.kind} {entry.name!r} of {entry.origin} needs the Python module {name!r}, which is not installed"
     return MissingPlugin(message, fix=f"install it, for example: pip install {name.partition('.')[0]}")
 

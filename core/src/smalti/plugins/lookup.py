@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, cast
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, TypeVar, cast
 
 from smalti.config import (
     Config,
@@ -19,18 +19,42 @@ from smalti.errors import BrokenPlugin, MissingPlugin, UserError, did_you_mean
 from smalti.hookspecs import HookSpecs
 from smalti.plugins.factories import create
 from smalti.plugins.registry import Plugins
-from smalti.types import DistributedPlan, FamilyEntry, OptimizerEntry
+from smalti.types import DistributedPlan, FamilyEntry, OptimizerEntry, Registered
 
 if TYPE_CHECKING:
     from smalti.checkpoint import RunPlace
     from smalti.models import ModelFamily
+
+E = TypeVar("E", bound=Registered)
+
+
+def find_entry(name: str, entries: Iterable[E]) -> E | None:
+    """The entry called `name` or "plugin:name", in any case, with dashes or underscores; None if there is none.
+
+    Raises UserError for a name that several plugins have registered: none of them is preferred.
+    """
+    wanted, others = _folded(name), []
+    for entry in entries:
+        own = entry.name.rpartition(":")[2]
+        if wanted in (_folded(entry.name), _folded(f"{entry.origin.plugin}:{own}")):
+            return entry
+        others += [entry] if wanted == _folded(own) else []
+    if others:
+        sources = " and ".join(str(entry.origin) for entry in others)
+        choices = " or ".join(entry.name for entry in others)
+        raise UserError(f"{others[0].kind} {name!r} is registered by {sources}", fix=f"choose {choices}")
+    return None
+
+
+def _folded(name: str) -> str:
+    return name.strip().lower().replace("-", "_")
 
 
 def family_entry(config: Config, plugins: Plugins) -> FamilyEntry:
     """The entry that `--model_family` names. Raises UserError with the known families or the package to install."""
     entries = known_families(plugins)
     name = config[ModelOptions].model_family
-    if name is not None and (entry := entries.get(name.lower().replace("-", "_"))) is not None:
+    if name is not None and (entry := find_entry(name, entries.values())) is not None:
         return entry
     message = f"Unknown model_family '{name}'."
     if name is not None and (package := package_of_family(name)):
@@ -84,13 +108,10 @@ def choose_distributed(config: Config, plugins: Plugins) -> DistributedPlan:
 
 
 def find_optimizer(name: str, entries: Sequence[OptimizerEntry]) -> OptimizerEntry:
-    """The optimizer of this name, in any case, with dashes or underscores. Raises UserError with similar names,
-    or with the package to install.
-    """
-    wanted = name.lower().replace("-", "_")
-    known = {entry.name: entry for entry in entries}
-    if wanted in known:
-        return known[wanted]
+    """The optimizer of this name (`find_entry`). Raises UserError with similar names, or with the package to install."""
+    if (entry := find_entry(name, entries)) is not None:
+        return entry
+    wanted, known = _folded(name), [entry.name for entry in entries]
     message = f"Unknown optimizer '{name}'."
     if package := package_of_optimizer(wanted):
         raise package.error(message)
@@ -138,9 +159,12 @@ def open_run(url: str, plugins: Plugins, config: Config | None = None) -> RunPla
     """
     scheme = url.partition("://")[0]
     entries = plugins.gather(HookSpecs.register_storage)
-    for entry in entries:
-        if scheme in entry.schemes:
-            return cast("RunPlace", create(entry, entry.open_run, url, config))
+    opening = [entry for entry in entries if scheme in entry.schemes]
+    if len(opening) > 1:
+        message = f"{url} is opened by {' and by '.join(str(entry.origin) for entry in opening)}"
+        raise UserError(message, fix=f"disable one of them, for example with --without {opening[-1].origin.plugin}")
+    if opening:
+        return cast("RunPlace", create(opening[0], opening[0].open_run, url, config))
     if package := package_of_scheme(scheme):
         raise package.error(f"{url} needs a plugin")
     known = ", ".join(f"{each}://" for entry in entries for each in entry.schemes)

@@ -122,21 +122,25 @@ class Plugins:
     ) -> list[T]:
         """All entries that plugins return from a gather hook, sorted by `name`.
 
-        Raises UserError, with both sources, when two entries have the same name.
+        Registered entries of several plugins with one name are named "plugin:name" instead (`smalti.plugins.find_entry`).
+        Raises UserError for a name that one plugin gives twice, and for two groups of options with one name.
         """
-        owners: dict[str, PluginInfo] = {}
+        owners: dict[str, list[Origin]] = {}
         merged: list[T] = []
         for plugin, answer in self.answers(hook, *args, **kwargs).items():
-            info = self.infos[plugin]
+            origin = self.infos[plugin].origin
             for each in cast(list[T], answer if isinstance(answer, list) else [answer]):
-                if (first := owners.get(each.name)) is not None:
+                others = owners.setdefault(each.name, [])
+                if others and (origin in others or not isinstance(each, Registered)):
                     raise UserError(
-                        f"{each.name!r} is provided twice: by plugin {first.name!r} ({first.source}) "
-                        f"and by plugin {info.name!r} ({info.source})",
-                        fix=f"disable one of them, for example with --without {info.name}",
+                        f"{each.name!r} is provided twice: by {others[0]} and by {origin}",
+                        fix=f"disable one of them, for example with --without {plugin}",
                     )
-                owners[each.name] = info
-                merged.append(replace(each, origin=info.origin) if isinstance(each, Registered) else each)
+                others.append(origin)
+                merged.append(replace(each, origin=origin) if isinstance(each, Registered) else each)
+        for index, each in enumerate(merged):
+            if isinstance(each, Registered) and len(owners[each.name]) > 1:
+                merged[index] = replace(each, name=f"{each.origin.plugin}:{each.name}")
         return sorted(merged, key=lambda each: each.name)
 
     def notify(self, hook: Callable[Concatenate[HookSpecs, P], None], /, *args: P.args, **kwargs: P.kwargs) -> None:

@@ -34,7 +34,8 @@ def schema_of(plugins: Plugins) -> Schema:
                         fix=f"disable one of them, for example with --without {mine.name}",
                     )
     order = {group.name: index for index, group in enumerate(GROUPS)}
-    return Schema(tuple(sorted(groups, key=lambda group: (order.get(group.name, len(order)), group.name))))
+    groups.sort(key=lambda group: (order.get(group.name, len(order)), group.name))
+    return Schema(tuple(groups), frozenset(entry.name for entry in plugins.gather(HookSpecs.register_optimizers)))
 
 
 def selection_of(arguments: Sequence[str], file: Path | None, environment: Mapping[str, str]) -> Selection:

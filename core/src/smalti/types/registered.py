@@ -86,7 +86,7 @@ class MetadataEntry(Registered):
     """A source of file names, image sizes and captions. `name` is the value of the key `metadata_backend` of a dataset.
 
     `factory` is "module:callable". The callable takes the `DatasetSpec` and the `Storage` and returns a
-    `smalti.data.datasets.sources.MetadataSource`.
+    `smalti.data.MetadataSource`.
     """
 
     kind = "the metadata backend"
@@ -145,7 +145,7 @@ class PeriodicEntry(Registered):
 class CacheEntry(Registered):
     """What a plugin keeps between runs and can create again, for `smalti cache ls` and `smalti cache clear NAME`.
 
-    `factory` is "module:callable" and returns a `smalti.plugins.caches.Cache`. It is called without arguments, or with the
+    `factory` is "module:callable" and returns a `smalti.plugins.Cache`. It is called without arguments, or with the
     `Config` if the entry is marked `configured` because an option says where the cache is. `name` may have dashes. Without a
     `factory` these commands do not know the cache.
 

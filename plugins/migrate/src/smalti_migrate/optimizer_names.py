@@ -5,7 +5,7 @@ Names are in lower case with underscores. Imports no torch.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 from smalti import Problem, Translation
@@ -126,12 +126,17 @@ def normalised(name: str) -> str:
     return name.strip().lower().replace("-", "_").replace(" ", "_")
 
 
-def translate_optimizer(given: Mapping[str, object]) -> Translation:
-    """The optimizer that the name in `optimizer` means, and settings that are not given; what is different; a refused name."""
+def translate_optimizer(given: Mapping[str, object], registered: Collection[str] = ()) -> Translation:
+    """The optimizer that the name in `optimizer` means, and settings that are not given; what is different; a refused name.
+
+    A name that is `registered` is that of an optimizer that is here, whatever other trainers call so.
+    """
     name = given.get("optimizer")
     if not isinstance(name, str):
         return Translation()
     wanted, place = normalised(name), f"{name} in optimizer"
+    if wanted not in _REMARKS and any(each.rpartition(":")[2] == wanted for each in registered):
+        return Translation()
     if (instead := REFUSED.get(wanted)) is not None:
         problem = Problem(
             message=f"the optimizer {name!r} is not supported", where="optimizer", fix=instead, option="optimizer"

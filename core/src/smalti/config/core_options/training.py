@@ -115,7 +115,7 @@ class OptimizerOptions(Options):
 def implied_settings(given: Mapping[str, object]) -> Translation:
     """The settings that the optimizer has by default, where they are not given."""
     name = given.get("optimizer")
-    settings = SETTINGS.get(name.strip().lower(), {}) if isinstance(name, str) else {}
+    settings = SETTINGS.get(name.rpartition(":")[2].strip().lower(), {}) if isinstance(name, str) else {}
     return Translation(values={option: (str(name), value) for option, value in settings.items() if given.get(option) is None})
 
 

@@ -357,6 +357,8 @@ class _EntryParser:
             return
         if package := package_of_storage(value):
             self.problems.append(package.problem(f"{key}: {value!r} belongs to {package.distribution}", place))
+        elif several := [name for name in known if name.endswith(f":{value}")]:
+            self._add_problem(place, f"{key}: {value!r} is registered by several plugins", f"choose {' or '.join(several)}")
         else:
             self._add_problem(place, f"{key}: {value!r} is unknown", _nearest_value(value, known))
 

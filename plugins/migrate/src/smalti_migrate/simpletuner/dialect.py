@@ -63,8 +63,8 @@ class SimpleTuner(Dialect):
             chosen[_CHOICE] = (label, replace(given, value="smalti"))
         return reference_defaults(values, schema)
 
-    def translate_chosen(self, given: Mapping[str, object]) -> Translation:
-        return translate_optimizer(given)
+    def translate_chosen(self, given: Mapping[str, object], schema: Schema) -> Translation:
+        return translate_optimizer(given, schema.optimizers)
 
     def translate_dataset(
         self,

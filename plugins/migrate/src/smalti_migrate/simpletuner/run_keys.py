@@ -12,7 +12,7 @@ _EXPORT = "install smalti-hub, or set it to false and upload later what `smalti 
 _OWN_PROMPTS = "images are sampled for the prompts that are given"
 _SKIP_LAYERS = "guidance is the same in all layers, in validation images"
 _VIDEO = "it is for videos"
-_SCRIPT = "write a plugin with the hook on_checkpoint_saved, see docs/hooks.md"
+_SCRIPT = "write a plugin with the hook on_checkpoint, see docs/hooks.md"
 
 RUN_KEYS: Mapping[str, Rule] = {
     # Validation
