@@ -71,3 +71,18 @@ def test_gradients_travel_between_nodes_once_where_each_node_holds_a_copy(plugin
         name: [each.collective for each in found[name].communication if each.between_nodes] for name in ("hsdp-8", "fsdp2")
     }
     assert between == {"hsdp-8": ["all-reduce"], "fsdp2": ["all-gather", "reduce-scatter"]}
+
+
+@pytest.mark.parametrize(
+    ("options", "device", "names"),
+    [
+        ({}, "cuda:0", ["fsdp2-offload"]),
+        ({"fsdp_enable": "true"}, "cuda:0", ["fsdp2", "fsdp2-offload"]),
+        ({}, "cpu", []),
+    ],
+    ids=str,
+)
+def test_one_gpu_may_keep_in_host_memory_what_it_cannot_hold(plugins, options, device, names):
+    world = World(size=1, device=device)
+    found = plugins.gather(HookSpecs.propose_strategies, config=configured(plugins, options, world), world=world)
+    assert [each.name for each in found if each.origin.plugin == "fsdp2"] == names

@@ -30,15 +30,16 @@ def _recompute(config: Config) -> Mapping[Recompute, Mapping[str, object]]:
 
 
 def proposals(config: Config, world: World) -> list[Strategy]:
-    """All ranks as one group of shards, one group per node if there are several (HSDP), and both with offload."""
-    if world.size == 1:
-        return []
-    found = [_sharded(config, world, world.size)]
+    """All ranks as one group of shards, one group per node if there are several (HSDP), and both with offload.
+
+    One rank alone has nothing to share, but what its device cannot hold can stay in host memory.
+    """
+    found = [_sharded(config, world, world.size)] if world.size > 1 or enabled(config) else []
     if world.local_size not in (1, world.size):
         found.append(_sharded(config, world, world.local_size))
     if world.device.startswith("cpu"):
         return found
-    return [*found, *(_offloaded(each) for each in found)]
+    return [*found, *(_offloaded(each) for each in found or [_sharded(config, world, 1)])]
 
 
 def _sharded(config: Config, world: World, shards: int) -> Strategy:
@@ -71,7 +72,9 @@ def _sharded(config: Config, world: World, shards: int) -> Strategy:
 
 
 def _communication(options: FsdpOptions, world: World, shards: int, item: int) -> Iterator[Communication]:
-    """Forward and backward pass gather the weights; the backward pass reduces the gradients in fp32."""
+    """Forward and backward pass gather the weights; the backward pass reduces the gradients in fp32. One rank sends nothing."""
+    if world.size == 1:
+        return
     share = (shards - 1) / shards
     between = shards > world.local_size
     gathers = 2 if options.fsdp_reshard_after_forward else 1

@@ -64,6 +64,18 @@ def test_zero_with_its_optimizer_offloaded_is_rehearsed_without_what_it_compiles
     assert rehearsal.resident.parameters < 2 * rehearsal.parameters, "less than a whole copy in bf16"
 
 
+def test_one_rank_with_its_weights_in_host_memory_is_rehearsed(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    given = {"mixed_precision": "bf16", "instance_data_dir": tmp_path, "output_dir": tmp_path / "run", "num_processes": 1}
+    command_line = CommandLine.parse(as_words({**COMMON, **given, "fsdp_enable": "true", "fsdp_cpu_offload": "true"}))
+    candidate = Candidate(strategy="fsdp2-offload")
+    device = device_models()["rtx4090"]
+    rehearsal = rehearse(command_line.config(), command_line.plugins, device, candidate, ranks=1, rank=0)
+    assert rehearsal.error is None
+    assert (rehearsal.resident.parameters, rehearsal.resident.optimizer) == (0, 0)
+    assert rehearsal.resident_host >= (4 + 8) * rehearsal.trainable, "fp32 weights and the state of AdamW"
+
+
 def test_a_pipeline_without_weights_is_enough(tmp_path):
     import tiny
 

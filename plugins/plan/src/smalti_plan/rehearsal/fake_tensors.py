@@ -16,6 +16,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
     UnsupportedFakeTensorException,
 )
+from torch.distributed.tensor import _utils
 
 aten = torch.ops.aten
 NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedFakeTensorException)
@@ -82,7 +83,8 @@ for _torchs, _own in {"in_kernel_invocation": "inside", "enter_stack": "entered"
 def install() -> None:
     """For the rest of the process: fake tensors are zeros to numpy, and modules can move fake parameters.
 
-    torch would swap those in place, and cannot.
+    torch would swap those in place, and cannot. Shards begin at 0: torch takes their beginnings from tensors, and any other
+    number is outside the only shard of one rank.
     """
     own = Tensor.numpy
     tensor: Any = Tensor
@@ -91,6 +93,8 @@ def install() -> None:
     )
     module: Any = nn.Module
     module._apply = _apply
+    shards: Any = _utils
+    shards._get_first_offset = lambda offsets: 0
 
 
 def _number(tensor: FakeTensor) -> bool | int | float:
