@@ -2,16 +2,21 @@
 
 import socket
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
 
 from smalti.config import LaunchOptions, TrainingOptions
 from smalti.errors import ConfigError, ExitCode, FaultLoopError
+from smalti.rundir import RunDirectory, acquire
+from smalti.system import FOLDER_VARIABLE
+from smalti_cluster.elastic import group
 from smalti_cluster.elastic.excluded import EXCLUDED, exclude, refuse_excluded
+from smalti_cluster.elastic.group import Group
 from smalti_cluster.elastic.messages import Generation, GroupEnd, Place, read_group_end
 from smalti_cluster.elastic.policy import decide, fault_of_node
-from smalti_cluster.elastic.rendezvous import LOST_SECONDS, KeepAlives
+from smalti_cluster.elastic.rendezvous import LOST_SECONDS, GroupMember, KeepAlives
 from smalti_cluster.elastic.sizes import possible_sizes
 from smalti_cluster.options import ClusterOptions, is_elastic, node_range
 from smalti_health import CircuitFault
@@ -137,3 +142,82 @@ def test_what_launcher_and_agent_pass_on_arrives(tmp_path, monkeypatch):
     assert read_group_end(file) is None
     end.write(str(file))
     assert (read_group_end(file), end.ranks) == (end, range(4, 6))
+
+
+# --- the next generation ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def waiting(sizes, configure, tmp_path, monkeypatch):
+    """Lets nodes of a group of four, whose host is gone, form the next generation. Each is a launch in a thread."""
+    monkeypatch.setattr(group, "_COUNT_SECONDS", 3.0)
+    flags = {"nodes": "1:4", "main_process_ip": "127.0.0.1", "output_dir": "run", "use_cpu": "true", "num_processes": 4}
+
+    def of(machine_ranks, last):
+        def form(machine_rank):
+            config = configure(*(f"--{name}={value}" for name, value in {**flags, "machine_rank": machine_rank}.items()))
+            directory = RunDirectory(tmp_path)
+            own = Group(config, found, directory, lambda _: None, lambda: acquire(directory, config_digest="d", world_size=4))
+            formed = own._next_of_host(last.attempt, last)
+            return formed, own.writer
+
+        found = sizes("1:4", num_processes=4, gradient_accumulation_steps=3, use_cpu="true")  # 12 samples
+        with ThreadPoolExecutor(4) as pool:
+            formed = list(pool.map(form, machine_ranks))
+        [writer] = [each for _, each in formed if each is not None]
+        writer.close()
+        return [each for each, _ in formed]
+
+    return of
+
+
+LAST = Generation(number=1, attempt=1.0, host=0, address="127.0.0.1", port=1, present=4, used=4)
+
+
+@pytest.mark.parametrize(
+    ("there", "last", "message"),
+    [
+        ([1, 3], LAST, "node 0 was lost, and 1 node more"),
+        ([1, 2, 3], LAST, "node 0 was lost"),
+        ([2, 3], replace(LAST, handed_over=True, present=2), "node 0 has left the group"),
+    ],
+)
+def test_a_new_host_starts_with_the_nodes_that_wait_with_it(waiting, tmp_path, there, last, message):
+    (tmp_path / "nodes" / "waiting-2").parent.mkdir()
+    (tmp_path / "nodes" / "waiting-2").write_text("of an earlier generation")
+    begun = time.monotonic()
+    formed = waiting(there, last)
+    assert {(each.number, each.present, each.used, each.host, each.message) for each in formed} == {
+        (2, len(there), len(there), there[0], message)
+    }
+    assert message.endswith("more") or time.monotonic() - begun < 2.8, "nobody is missing, and it has waited"
+
+
+def test_the_silence_of_a_host_is_counted_while_its_generation_runs(sizes, configure, tmp_path, monkeypatch):
+    monkeypatch.setattr(group, "_BEAT_SECONDS", 0.0)
+    directory, found = RunDirectory(tmp_path), sizes("1:4", num_processes=4, gradient_accumulation_steps=3)
+    own = Group(configure("--nodes=1:4", "--main_process_ip=h"), found, directory, lambda _: None, lambda: None)
+    asked = own._watch_host()
+    asked()
+    time.sleep(0.3)
+    asked()
+    assert directory.heartbeat_watch.silence >= 0.3
+
+
+def test_joining_a_group_does_not_look_at_the_stack(monkeypatch, tmp_path):
+    import torch.distributed.launcher.api as api
+    from torch.distributed.elastic.rendezvous import dynamic_rendezvous as dynamic
+
+    handler, holder = dynamic.DynamicRendezvousHandler, dynamic._BackendRendezvousStateHolder
+    for owner, names in (
+        (api, ["launch_agent"]),
+        (dynamic, ["get_method_name"]),
+        (handler, ["next_rendezvous", "num_nodes_waiting", "shutdown"]),
+        (holder, ["_sanitize"]),
+    ):
+        for name in names:
+            monkeypatch.setattr(owner, name, getattr(owner, name))  # restored afterwards
+    monkeypatch.setattr("inspect.stack", lambda *_: pytest.fail("the stack was read"))
+    monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path))
+    GroupMember(None).install()
+    dynamic.get_method_name()

@@ -1,15 +1,19 @@
 """The generations of a run: each is one launch of the ranks on the nodes that are there, until none starts again.
 
     nodes/generation.json   the current generation: who is the host, where its store is, how many nodes meet
+    nodes/waiting-RANK      written again and again by a node that waits for the next one
 
 The launcher that owns the run directory is the host. It writes the file when all others have said at the end of a generation
 whether they go on (`smalti_cluster.elastic.rendezvous`). If the host is lost or leaves, the next launcher that acquires the run
-directory is. So no node is needed for the run to continue. Importing this module imports no torch.
+directory is, and counts those that wait with it. So no node is needed for the run to continue.
+
+Importing this module imports no torch.
 """
 
 from __future__ import annotations
 
 import json
+import secrets
 import socket
 import sys
 import tempfile
@@ -45,6 +49,10 @@ from smalti_cluster.options import ClusterOptions, node_range
 
 _TURN_SECONDS = 0.5
 """Nodes try one after another to become the host, so that two seldom meet."""
+_COUNT_SECONDS = 20.0
+"""A new host waits this long for the others, if fewer than it expects are there."""
+_BEAT_SECONDS = 1.0
+"""How often a node that waits for the next generation shows that it is there."""
 _SAVE_SECONDS = 30.0
 """A checkpoint that is being saved by a rank of the last generation is waited for, as long as it grows within this time."""
 
@@ -104,9 +112,22 @@ class Group:
                 digest=self._config.digest,
                 writer=self.writer,
                 standby=standby,
-                ended_elsewhere=LaunchOfNode0(self._directory).stopped_early if self.writer is None else lambda: None,
+                ended_elsewhere=self._watch_host() if self.writer is None else lambda: None,
             )
             return ended, read_group_end(file)
+
+    def _watch_host(self) -> Callable[[], LaunchResult | None]:
+        """What `run_workers` asks for on a node that is not the host. How long the host is silent is counted from now on."""
+        node_0, looked = LaunchOfNode0(self._directory), time.monotonic()
+
+        def stopped_early() -> LaunchResult | None:
+            nonlocal looked
+            if time.monotonic() - looked > _BEAT_SECONDS:
+                self._directory.watch_heartbeat()
+                looked = time.monotonic()
+            return node_0.stopped_early()
+
+        return stopped_early
 
     def _place(self, generation: Generation, begun: float, file: Path) -> Place:
         return Place(
@@ -244,8 +265,9 @@ class Group:
     def _next_of_host(self, attempt: float | None, last: Generation | None = None) -> Generation | LaunchResult:
         """Wait for the next generation, or become the host if there is none any more."""
         turn = self._options.machine_rank * _TURN_SECONDS
-        begun, saves = time.monotonic(), SaveWatch(self._directory)
+        begun, saves, waiting = time.monotonic(), SaveWatch(self._directory), WaitingNodes(self._file.parent)
         while not self._received:
+            waiting.show(self._options.machine_rank)
             found = read_generation(self._directory.path)
             newer = found is not None and (found.attempt == attempt if last is None else found.number > last.number)
             if found is not None and newer and not found.handed_over:
@@ -255,7 +277,7 @@ class Group:
             heartbeat = self._directory.watch_heartbeat()
             gone = heartbeat is None or heartbeat.alive() is False
             silence = time.monotonic() - begun if gone else self._directory.heartbeat_watch.silence - STALE_SECONDS
-            if silence > turn and saves.quiet() and (host := self._become_host(found or last)) is not None:
+            if silence > turn and saves.quiet() and (host := self._become_host(found or last, waiting)) is not None:
                 return host
             time.sleep(POLL_SECONDS)
         return ExitCode.PREEMPTED, "stopped while the group of nodes was formed; saved checkpoints are intact"
@@ -267,7 +289,7 @@ class Group:
             return None
         return ExitCode(int(last.number("exit_code") or 0)), last.text("message")
 
-    def _become_host(self, last: Generation | None) -> Generation | LaunchResult | None:
+    def _become_host(self, last: Generation | None, waiting: WaitingNodes) -> Generation | LaunchResult | None:
         """Acquire the run directory of a host that is gone. None if another node was faster."""
         try:
             self.writer = self._acquire()
@@ -275,9 +297,12 @@ class Group:
             return None
         if last is None:
             return ExitCode.KILLED, "node 0 was lost before the first generation"
-        if last.handed_over:
-            return self._next(last, last.present, ExitCode.KILLED, f"node {last.host} has left the group")
-        return self._next(last, max(1, last.present - 1), ExitCode.KILLED, f"node {last.host} was lost")
+        expected = last.present if last.handed_over else max(1, last.present - 1)
+        present = 1 + waiting.count(expected - 1, besides=self._options.machine_rank)
+        message = f"node {last.host} {'has left the group' if last.handed_over else 'was lost'}"
+        if present < expected:
+            message += f", and {_nodes(expected - present)} more"
+        return self._next(last, present, ExitCode.KILLED, message)
 
     # --- the run directory ------------------------------------------------------------------------------------------
 
@@ -313,6 +338,41 @@ class Group:
 
         entries = CheckpointStore(self._directory.checkpoints).all()
         return entries[-1].step if entries else 0
+
+
+class WaitingNodes:
+    """The nodes that wait for the next generation, in this folder. Clocks are not compared: what changes is there."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._beat = 0
+        self._shown = -_BEAT_SECONDS
+
+    def show(self, machine_rank: int) -> None:
+        """Show that this node is there; to be called often."""
+        if time.monotonic() - self._shown < _BEAT_SECONDS:
+            return
+        self._shown, self._beat = time.monotonic(), self._beat + 1
+        with suppress(OSError):  # then this node is not counted, and waits as a spare
+            self._folder.mkdir(exist_ok=True)
+            Path(self._folder, f"waiting-{machine_rank}").write_text(f"{secrets.token_hex(4)} {self._beat}")
+
+    def count(self, expected: int, *, besides: int) -> int:
+        """How many others are there. Waits `_COUNT_SECONDS` if they are fewer than expected."""
+        before, there = self._read(besides), set[str]()
+        deadline = time.monotonic() + _COUNT_SECONDS
+        while len(there) < expected and time.monotonic() < deadline:
+            time.sleep(POLL_SECONDS)
+            there |= {name for name, text in self._read(besides).items() if text and before.get(name) != text}
+        return len(there)
+
+    def _read(self, besides: int) -> dict[str, str]:
+        found = {}
+        for path in self._folder.glob("waiting-*"):
+            with suppress(OSError):
+                found[path.name] = path.read_text()
+        found.pop(f"waiting-{besides}", None)
+        return found
 
 
 class SaveWatch:

@@ -24,7 +24,14 @@ from pathlib import Path
 from typing import Any, cast
 
 from smalti import ExitCode
-from smalti.system import FOLDER_VARIABLE, preallocate, read_exit_reports, read_hooks, read_killed
+from smalti.system import (
+    FOLDER_VARIABLE,
+    preallocate,
+    read_exit_reports,
+    read_hooks,
+    read_killed,
+    read_lost_peers,
+)
 from smalti_cluster.elastic.messages import GroupEnd, Place
 from smalti_cluster.elastic.policy import decide, fault_of_node
 from smalti_cluster.nodes.node_watch import begin_watch, end_watch
@@ -73,6 +80,7 @@ class GroupMember:
         from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 
         dynamic: Any = dynamic_rendezvous
+        dynamic.get_method_name = lambda depth=2: ""  # for its log: `inspect.stack` at each attempt to join
         launch = api.launch_agent
 
         def launch_in_generation(config: Any, *arguments: Any, **options: Any) -> Any:
@@ -100,6 +108,8 @@ class GroupMember:
 
         def shut_down_soon(handler: Any) -> bool:
             """It waits for the store, which may be on a node that is lost."""
+            if _host_is_lost():
+                return False
             thread = threading.Thread(target=shutdown, args=(handler,), daemon=True)
             thread.start()
             thread.join(STORE_SECONDS)
@@ -185,6 +195,8 @@ class GroupMember:
 
     def _post(self, text: str) -> None:
         """Write to the store, for `STORE_SECONDS` at most: if the link to the host is cut, torch waits for much longer."""
+        if _host_is_lost():
+            return
 
         def post() -> None:
             with suppress(Exception):  # the host is gone
@@ -215,3 +227,8 @@ class GroupMember:
             lost=tuple(f"node {each}" for each in sorted(lost)),
             end=(cast(int, ends[0]["code"]), cast(str, ends[0]["message"])) if ends else None,
         )
+
+
+def _host_is_lost() -> bool:
+    """Whether this node knows that the one with the store is gone; it has rank 0."""
+    return 0 in read_lost_peers().nodes
