@@ -24,7 +24,7 @@ ZERO2 = {"zero_optimization": {"stage": 2}}
 @pytest.fixture(autouse=True)
 def _home(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "settings"))
-    monkeypatch.setenv("SMALTI_PLUGINS", "deepspeed")
+    monkeypatch.setenv("SMALTI_PLUGINS", "deepspeed,cache")
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
 
 

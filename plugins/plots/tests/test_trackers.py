@@ -12,7 +12,8 @@ from smalti.config import Config, resolve
 from smalti.errors import ConfigError
 from smalti.plugins import Selection, load_plugins, schema_of
 from smalti.types import ValidationImage, ValidationResult, World
-from smalti_plots.trackers import KNOWN, TrackerOptions, Trackers, plugin, tracker_names
+from smalti_plots.tracker_options import KNOWN, TrackerOptions, tracker_names
+from smalti_plots.trackers import Trackers, plugin
 
 
 def options(*names: str) -> TrackerOptions:

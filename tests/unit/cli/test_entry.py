@@ -45,6 +45,13 @@ print([name for name in heavy if name in sys.modules])
     assert done.stdout.splitlines()[-1] == "[]", done.stdout
 
 
+def test_the_list_of_commands_needs_no_options():
+    """pydantic and the options of all packages would take a third of the time of `smalti --help`."""
+    code = "import sys; from smalti.cli.entry import _run; _run(['--help']); print('pydantic' in sys.modules, file=sys.stderr)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert (done.stderr, "Train diffusion models" in done.stdout) == ("False\n", True)
+
+
 @pytest.mark.parametrize("command", ["smalti", "smalti-train"])
 def test_the_installed_commands_answer(command):
     path = Path(sys.executable).parent / command

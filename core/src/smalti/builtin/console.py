@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol, TextIO
 
 from smalti.hookspecs import hookimpl
-from smalti.rundir import Phase, overview, seconds_for
+from smalti.rundir import Phase, seconds_for
 from smalti.system import counted, duration, format_bytes
 from smalti.types import Checkpoint, EvaluationResult, RunInfo, RunState, StepResult, ValidationResult
 
@@ -207,6 +207,8 @@ class Console:
 
     @hookimpl
     def on_validation(self, result: ValidationResult) -> None:
+        from smalti.rundir import overview
+
         if self._display is not None:
             of = f"of step {result.step}" if result.step else "of the model before training"
             self._display.print(f"{counted(len(result.images), 'image')} {of}: {overview(result.folder)}")

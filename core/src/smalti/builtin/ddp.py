@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from smalti.config import LaunchOptions
 from smalti.hookspecs import hookimpl
 from smalti.types import Block, Communication, DistributedPlan, Recompute, Strategy, World
 
@@ -22,6 +21,8 @@ class Ddp:
 
     @hookimpl
     def configure_distributed(self, config: Config) -> DistributedPlan:
+        from smalti.config import LaunchOptions
+
         title = "DDP" if config[LaunchOptions].num_processes > 1 else "single process"
         return DistributedPlan(name="ddp", title=title, parallel="smalti.builtin.ddp_parallel:DdpParallel", fallback=True)
 

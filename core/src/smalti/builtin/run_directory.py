@@ -6,17 +6,10 @@ import time
 import traceback
 from dataclasses import asdict
 from functools import partial
+from typing import TYPE_CHECKING
 
-from smalti.config import TrackingOptions
 from smalti.errors import ExitCode, GpuFaultError, UserError
 from smalti.hookspecs import hookimpl
-from smalti.rundir import (
-    Condition,
-    EventKind,
-    Request,
-    RunWriter,
-    overview,
-)
 from smalti.types import (
     Checkpoint,
     EvaluationResult,
@@ -27,6 +20,9 @@ from smalti.types import (
     StopReason,
     ValidationResult,
 )
+
+if TYPE_CHECKING:
+    from smalti.rundir import Condition, EventKind, Request, RunWriter
 
 CHECK_SECONDS = 0.25
 """How often the folder of requests is checked. A check costs a system call, on shared storage a round trip."""
@@ -58,6 +54,8 @@ class Events:
     @hookimpl(tryfirst=True)  # so that events of other plugins can be written
     def on_train_start(self, state: RunState, info: RunInfo) -> None:
         """Write what trains and for how many steps. From here on, the configuration of the launch is that of the run."""
+        from smalti.config import TrackingOptions
+
         self._writer, self._error = info.writer, None
         if (writer := info.writer) is None:
             return
@@ -105,6 +103,8 @@ class Events:
     @hookimpl
     def on_validation(self, result: ValidationResult) -> None:
         """Write the generated images, by their paths in the run directory."""
+        from smalti.rundir import overview
+
         if self._writer is None:
             return
         inside = self._writer.directory.relative

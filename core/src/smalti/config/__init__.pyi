@@ -25,6 +25,7 @@ from .core_options.training import (
 )
 from .edit import Edit as Edit, set_option as set_option
 from .files import (
+    PREFIX as PREFIX,
     expand as expand,
     parse_value as parse_value,
     read_mapping as read_mapping,
@@ -65,5 +66,5 @@ from .other_trainers import (
     refuse_other_trainers as refuse_other_trainers,
 )
 from .resolution import draft as draft, resolve as resolve, restore as restore
-from .sources import PREFIX as PREFIX, SCHEDULER as SCHEDULER, flat as flat
+from .sources import SCHEDULER as SCHEDULER, flat as flat
 from .toml import as_toml as as_toml, put_into as put_into, set_values as set_values, toml_item as toml_item

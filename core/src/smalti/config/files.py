@@ -11,6 +11,8 @@ from pathlib import Path
 from smalti.errors import Problem, UserError
 from smalti.system import parse_json
 
+PREFIX = "SMALTI_"
+"""Of the environment variables that set options."""
 _PLACEHOLDER = re.compile(r"\{env:([A-Za-z_][A-Za-z0-9_]*)\}")
 
 

@@ -11,13 +11,12 @@ from pydantic import ValidationError
 
 from smalti.config import accelerate_yaml
 from smalti.config.core_options.retired import is_retired, report_retired
-from smalti.config.files import expand, variables_in
+from smalti.config.files import PREFIX, expand, variables_in
 from smalti.config.kept_defaults import TABLE
 from smalti.config.known_packages import package_of_command
 from smalti.config.options import Given, Option, OptionGroup, Schema, Translation, path_error, unknown
 from smalti.errors import Problem
 
-PREFIX = "SMALTI_"
 RESERVED = frozenset({"SMALTI_OUTCOME_DIR", "SMALTI_PARENT", "SMALTI_DIGEST", "SMALTI_CONTEXT_PARALLEL_ON_CPU"})
 """Variables with the prefix that are not options: the launcher sets them for its workers."""
 

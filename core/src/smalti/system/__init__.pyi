@@ -51,12 +51,11 @@ from .liveness import (
 from .process import (
     PARENT_VARIABLE as PARENT_VARIABLE,
     Process as Process,
-    ProcessExit as ProcessExit,
     die_with_parent as die_with_parent,
-    flush_standard_streams as flush_standard_streams,
     kill_tree as kill_tree,
     raise_open_files_limit as raise_open_files_limit,
 )
+from .process_exit import ProcessExit as ProcessExit
 from .signals import (
     STOPPING as STOPPING,
     SignalFilter as SignalFilter,
@@ -82,4 +81,4 @@ from .stateless_random import (
     uniform as uniform,
     uniform_single as uniform_single,
 )
-from .streams import ignore_write_errors as ignore_write_errors
+from .streams import flush_standard_streams as flush_standard_streams, ignore_write_errors as ignore_write_errors

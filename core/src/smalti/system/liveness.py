@@ -17,7 +17,7 @@ from pathlib import Path
 
 from smalti.system.exit_reports import FOLDER_VARIABLE, exit_report_file, launched
 from smalti.system.files import atomic_write
-from smalti.system.process import flush_standard_streams
+from smalti.system.streams import flush_standard_streams
 
 _EVERY_SECONDS = 1.0
 

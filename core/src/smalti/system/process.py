@@ -1,12 +1,11 @@
-"""The identity of a process, which stays unambiguous after the system reuses its process id, and how processes end.
+"""The identity of a process, which stays unambiguous after the system reuses its process id, and its end with its parent.
 
-A process ends when its parent ends, however it ends: on Linux only, elsewhere it keeps running. It may end without the
-teardown of C++ libraries. Importing this module imports no torch.
+A process ends when its parent ends, however it ends: on Linux only, elsewhere it keeps running. Importing this module imports
+no torch.
 """
 
 from __future__ import annotations
 
-import atexit
 import ctypes
 import os
 import signal
@@ -16,7 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Self
+from typing import Annotated
 
 from pydantic import AliasChoices, Field
 
@@ -154,36 +153,3 @@ def _has_ended(pid: int) -> bool:
         return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return True
-
-
-@dataclass
-class ProcessExit:
-    """Exits the process with `code` after Python's own exit handlers. While `code` is None, the process exits as usual.
-
-    This skips the teardown of modules and C++ libraries. With torch and diffusers loaded it takes a second or two, and rarely
-    one of torch's threads aborts the process during it ("terminate called without an active exception"): a completed run would
-    look like a failed one.
-    """
-
-    code: int | None = None
-
-    @classmethod
-    def install(cls) -> Self:
-        """Register it for this process. It runs after every exit handler that is registered later: call it before imports."""
-        end = cls()
-        atexit.register(end)
-        return end
-
-    def __call__(self) -> None:
-        if self.code is None:
-            return
-        flush_standard_streams()
-        os._exit(self.code)
-
-
-def flush_standard_streams() -> None:
-    """Flush standard output and standard error."""
-    for stream in (sys.stdout, sys.stderr):
-        if stream is not None:  # None in a process that was started without it
-            with suppress(OSError, ValueError):  # closed by the reader
-                stream.flush()

@@ -41,3 +41,11 @@ def ignore_write_errors(*names: str) -> None:
             with suppress(OSError):
                 stream.flush()
             setattr(sys, name, WriteErrorsIgnored(stream.buffer, stream.encoding, stream.errors, line_buffering=True))
+
+
+def flush_standard_streams() -> None:
+    """Flush standard output and standard error."""
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None:  # None in a process that was started without it
+            with suppress(OSError, ValueError):  # closed by the reader
+                stream.flush()

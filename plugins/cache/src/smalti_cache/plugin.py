@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from smalti import CacheEntry, CommandCollector, OptionGroup, hookimpl
-from smalti_cache.options import CacheOptions
+from typing import TYPE_CHECKING
+
+from smalti import CacheEntry, CommandCollector, hookimpl
+
+if TYPE_CHECKING:
+    from smalti import OptionGroup
 
 CACHE = CacheEntry(
     name="encodings",
@@ -15,6 +19,9 @@ CACHE = CacheEntry(
 class EncodingCache:
     @hookimpl
     def declare_options(self) -> list[OptionGroup]:
+        from smalti import OptionGroup
+        from smalti_cache.options import CacheOptions
+
         return [OptionGroup(name="cache", title="Cache", options=CacheOptions)]
 
     @hookimpl

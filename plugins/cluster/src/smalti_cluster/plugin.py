@@ -4,24 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from smalti import (
-    Checkpoint,
-    CommandCollector,
-    Config,
-    LaunchEntry,
-    OptionGroup,
-    Problem,
-    RunInfo,
-    RunState,
-    StepBoundary,
-    hookimpl,
-)
-from smalti.config import LaunchOptions
-from smalti.rundir import Phase
-from smalti_cluster.limits.drain import is_watched
-from smalti_cluster.options import GROUP, ClusterOptions, node_problems, node_range
+from smalti import Checkpoint, CommandCollector, LaunchEntry, RunInfo, RunState, StepBoundary, hookimpl
 
 if TYPE_CHECKING:
+    from smalti import Config, OptionGroup, Problem
+    from smalti.rundir import Phase
     from smalti_cluster.limits.time_limit import TimeLimit
 
 
@@ -33,10 +20,14 @@ class Cluster:
 
     @hookimpl
     def declare_options(self) -> list[OptionGroup]:
+        from smalti_cluster.options import GROUP
+
         return [GROUP]
 
     @hookimpl
     def check_config(self, config: Config) -> list[Problem]:
+        from smalti_cluster.options import node_problems
+
         return config.run_checks(node_problems)
 
     @hookimpl
@@ -48,6 +39,10 @@ class Cluster:
 
     @hookimpl
     def configure_launch(self, config: Config) -> LaunchEntry | None:
+        from smalti.config import LaunchOptions
+        from smalti_cluster.limits.drain import is_watched
+        from smalti_cluster.options import ClusterOptions, node_range
+
         several = node_range(config)[1] > 1 or config[LaunchOptions].machine_rank > 0
         if several or config[ClusterOptions].restarts or is_watched(config):
             return LaunchEntry(name="cluster", title="several nodes", site="smalti_cluster.site:NodesSite")
@@ -55,6 +50,8 @@ class Cluster:
 
     @hookimpl
     def on_train_start(self, state: RunState, info: RunInfo) -> None:
+        from smalti_cluster.options import ClusterOptions
+
         options = info.config[ClusterOptions]
         wanted = (options.time_limit, options.stop_before, options.grace_seconds)
         if info.writer is None or not any(each is not None for each in wanted):

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from smalti import CommandCollector, Config, MetadataEntry, OptionGroup, ScanEntry, StorageEntry, hookimpl
-from smalti.config import LaunchOptions
-from smalti_data.options import GROUP, ScanOptions
+from typing import TYPE_CHECKING
+
+from smalti import CommandCollector, MetadataEntry, ScanEntry, StorageEntry, hookimpl
+
+if TYPE_CHECKING:
+    from smalti import Config, OptionGroup
 
 HUB_KEYS = (
     "dataset_name", "split", "revision", "dataset_config", "image_column", "caption_column", "fallback_caption_column",
@@ -58,10 +61,15 @@ class Data:
 
     @hookimpl
     def declare_options(self) -> list[OptionGroup]:
+        from smalti_data.options import GROUP
+
         return [GROUP]
 
     @hookimpl
     def configure_scan(self, config: Config) -> ScanEntry | None:
+        from smalti.config import LaunchOptions
+        from smalti_data.options import ScanOptions
+
         if config[LaunchOptions].num_processes == 1 or config[ScanOptions].data_scan == "launcher":
             return None
         return SCAN

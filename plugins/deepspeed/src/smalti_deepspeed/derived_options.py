@@ -10,9 +10,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 
-from smalti import Problem, Translation, UserError
+from smalti import OptionGroup, Problem, Translation, UserError
 from smalti_deepspeed import validate
+from smalti_deepspeed.accelerate_import import translate
 from smalti_deepspeed.optimizers import MUON_NOTICE, misplaced, normalised, refusal, smalti_name
+from smalti_deepspeed.options import DeepSpeedOptions
 from smalti_deepspeed.parsing import Document, is_none, is_open, place, read, section
 
 SCHEDULERS = {"WarmupLR": "constant_with_warmup", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
@@ -178,3 +180,6 @@ def named(value: object) -> str | None:
     if isinstance(value, Mapping):
         value = value.get("type", value.get("name"))
     return None if is_open(value) else str(value)
+
+
+GROUP = OptionGroup(name="deepspeed", title="DeepSpeed", options=DeepSpeedOptions, translate=translate, derived=implied)

@@ -9,30 +9,21 @@ from smalti import (
     CacheEntry,
     CheckpointFormat,
     CommandCollector,
-    Config,
     DistributedPlan,
     Finding,
     OptimizerEntry,
-    OptionGroup,
-    Problem,
     Strategy,
     World,
     hookimpl,
 )
-from smalti.config import LaunchOptions, OptimizerOptions
-from smalti_deepspeed.accelerate_import import translate
-from smalti_deepspeed.derived_options import implied
 from smalti_deepspeed.formats import FORMATS
-from smalti_deepspeed.optimizers import ENTRIES, deepspeed_name
-from smalti_deepspeed.options import DeepSpeedOptions, enabled
 
 if TYPE_CHECKING:
     from torch import nn
 
+    from smalti import Config, OptionGroup, Problem
     from smalti.models import Weights
     from smalti.parallel import Parallel
-
-GROUP = OptionGroup(name="deepspeed", title="DeepSpeed", options=DeepSpeedOptions, translate=translate, derived=implied)
 
 
 class DeepSpeed:
@@ -40,6 +31,8 @@ class DeepSpeed:
 
     @hookimpl
     def declare_options(self) -> list[OptionGroup]:
+        from smalti_deepspeed.derived_options import GROUP
+
         return [GROUP]
 
     @hookimpl
@@ -54,6 +47,8 @@ class DeepSpeed:
 
     @hookimpl
     def register_optimizers(self) -> list[OptimizerEntry]:
+        from smalti_deepspeed.optimizers import ENTRIES
+
         return list(ENTRIES)
 
     @hookimpl
@@ -63,10 +58,14 @@ class DeepSpeed:
 
     @hookimpl
     def configure_distributed(self, config: Config) -> DistributedPlan | None:
+        from smalti_deepspeed.options import enabled
+
         if not enabled(config):
             return None
+        from smalti.config import LaunchOptions, OptimizerOptions
         from smalti_deepspeed.accelerate_export import fragment
         from smalti_deepspeed.config import offload_folders, resolved
+        from smalti_deepspeed.optimizers import deepspeed_name
 
         document = resolved(config, world_size=config[LaunchOptions].num_processes)
         return DistributedPlan(

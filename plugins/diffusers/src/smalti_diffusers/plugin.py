@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from smalti import Config, FamilyEntry, OptionGroup, Problem, hookimpl
+from typing import TYPE_CHECKING
+
+from smalti import FamilyEntry, hookimpl
 from smalti_diffusers.flavours import FLAVOURS
-from smalti_diffusers.options import GROUPS
+
+if TYPE_CHECKING:
+    from smalti import Config, OptionGroup, Problem
 
 
 def _entry(name: str, title: str) -> FamilyEntry:
@@ -29,6 +33,8 @@ FAMILIES = (
 class Diffusers:
     @hookimpl
     def declare_options(self) -> list[OptionGroup]:
+        from smalti_diffusers.options import GROUPS
+
         return list(GROUPS)
 
     @hookimpl

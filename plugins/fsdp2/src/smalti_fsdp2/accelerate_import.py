@@ -10,8 +10,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 
-from smalti import Problem, Translation
-from smalti_fsdp2.options import FsdpOptions
+from smalti import OptionGroup, Problem, Translation
+from smalti_fsdp2.options import ContextOptions, FsdpOptions
 
 STRATEGIES = {
     "FULL_SHARD": True,
@@ -242,3 +242,9 @@ def unused(values: Mapping[str, object], written: Mapping[str, object]) -> Itera
         name = full_name(key)
         if key not in written and (name in written or name in FSDP_1_ONLY):
             yield key
+
+
+GROUPS = (
+    OptionGroup(name="fsdp", title="FSDP", options=FsdpOptions, translate=translate),
+    OptionGroup(name="context", title="Context parallelism", options=ContextOptions),
+)

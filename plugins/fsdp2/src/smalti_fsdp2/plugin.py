@@ -10,25 +10,19 @@ from smalti import (
     Checkpoint,
     CheckpointFormat,
     CommandCollector,
-    Config,
     DistributedPlan,
     Finding,
-    OptionGroup,
-    Problem,
     Strategy,
     World,
     hookimpl,
 )
-from smalti_fsdp2.accelerate_export import fragment
-from smalti_fsdp2.accelerate_import import translate
-from smalti_fsdp2.checks import context_parallel_problem, has_unseen_classes, problems
-from smalti_fsdp2.options import ContextOptions, FsdpOptions, enabled, named_classes, splits_context
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from torch import nn
 
+    from smalti import Config, OptionGroup, Problem
     from smalti.checkpoint import Snapshot
     from smalti.models import ModelFamily, Weights
     from smalti.parallel import Communicator, Parallel
@@ -48,10 +42,6 @@ FORMATS = (
     ),
 )
 
-GROUPS = (
-    OptionGroup(name="fsdp", title="FSDP", options=FsdpOptions, translate=translate),
-    OptionGroup(name="context", title="Context parallelism", options=ContextOptions),
-)
 _DEPRECATED = "FSDP 1 is deprecated; --fsdp_version=2 reads the same options and checkpoints"
 
 
@@ -60,10 +50,14 @@ class Fsdp:
 
     @hookimpl
     def declare_options(self) -> list[OptionGroup]:
+        from smalti_fsdp2.accelerate_import import GROUPS
+
         return list(GROUPS)
 
     @hookimpl
     def check_config(self, config: Config) -> list[Problem]:
+        from smalti_fsdp2.checks import problems
+
         return problems(config)
 
     @hookimpl
@@ -77,6 +71,10 @@ class Fsdp:
 
     @hookimpl
     def configure_distributed(self, config: Config) -> DistributedPlan | None:
+        from smalti_fsdp2.accelerate_export import fragment
+        from smalti_fsdp2.checks import has_unseen_classes
+        from smalti_fsdp2.options import ContextOptions, FsdpOptions, enabled, splits_context
+
         if not enabled(config):
             return None
         version = config[FsdpOptions].fsdp_version
@@ -101,6 +99,8 @@ class Fsdp:
 
     @hookimpl
     def detect_blocks(self, model: nn.Module, config: Config) -> list[Block] | None:
+        from smalti_fsdp2.options import named_classes
+
         if not (names := named_classes(config)):
             return None
         from smalti_fsdp2.blocks import blocks_named
@@ -121,6 +121,8 @@ class Fsdp:
     @hookimpl
     def save_checkpoint(self, state: Snapshot, target: Path, parallel: Communicator, config: Config) -> Checkpoint | None:
         """With a copy of the weights for other tools, if that is asked for; else as the core does."""
+        from smalti_fsdp2.options import FsdpOptions
+
         if config[FsdpOptions].fsdp_state_dict_type != "FULL_STATE_DICT":
             return None
         from smalti.checkpoint import save
@@ -130,6 +132,9 @@ class Fsdp:
     @hookimpl
     def diagnose(self, config: Config | None) -> list[Finding]:
         """Whether this node can split tokens, for a run that does."""
+        from smalti_fsdp2.checks import context_parallel_problem
+        from smalti_fsdp2.options import splits_context
+
         reason = context_parallel_problem(config) if config is not None and splits_context(config) else None
         fix = "train on a node with CUDA devices, or --context_parallel_size=1"
         return [] if reason is None else [Finding(check="context parallelism", level="error", message=reason, fix=fix)]

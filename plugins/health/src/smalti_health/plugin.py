@@ -8,13 +8,10 @@ from contextlib import suppress
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
-from smalti import Config, FaultAction, Finding, GpuFault, OptionGroup, Problem, RankInfo, RunState, hookimpl
-from smalti_health.circuits import close_circuit, loop_problems, record
-from smalti_health.options import GROUP, HealthOptions
+from smalti import CommandCollector, FaultAction, Finding, GpuFault, Problem, RankInfo, RunState, hookimpl
 
 if TYPE_CHECKING:
-    import click
-
+    from smalti import Config, OptionGroup
     from smalti_health.monitor.rank import Watch
 
 _ACTIONS = {
@@ -36,20 +33,24 @@ class Health:
 
     @hookimpl
     def declare_options(self) -> list[OptionGroup]:
+        from smalti_health.options import GROUP
+
         return [GROUP]
 
     @hookimpl
     def check_config(self, config: Config) -> list[Problem]:
+        from smalti_health.circuits import loop_problems
+
         return config.run_checks(_metrics, loop_problems)
 
     @hookimpl
-    def register_commands(self, commands: click.Group) -> None:
-        from smalti_health.cli.commands import health
-
-        commands.add_command(health)
+    def register_commands(self, commands: CommandCollector) -> None:
+        commands.add_deferred("smalti_health.cli.commands:health", "Health of the GPUs of this node, and of those of runs.")
 
     @hookimpl
     def on_rank_start(self, state: RunState, info: RankInfo) -> None:
+        from smalti_health.options import HealthOptions
+
         options, world = info.config[HealthOptions], info.world
         self._watch, self._stops = None, options.gpu_health == "stop"
         self._info, self._closes = info, world.local_rank == 0
@@ -79,6 +80,8 @@ class Health:
     def on_step_end(self) -> None:
         """The first step closes the circuit of the node, if a fault has opened it."""
         if self._closes and self._info is not None:
+            from smalti_health.circuits import close_circuit
+
             self._closes = False
             with suppress(OSError):
                 close_circuit(self._info.directory, self._info.world.node)
@@ -93,6 +96,8 @@ class Health:
     @hookimpl
     def on_fault(self, state: RunState, fault: GpuFault, action: FaultAction) -> None:
         if action >= FaultAction.STOP_SAVED and self._info is not None:
+            from smalti_health.circuits import record
+
             record(self._info, state, fault)
 
     @hookimpl
@@ -109,6 +114,8 @@ class Health:
 
 
 def _metrics(config: Config) -> Iterator[Problem]:
+    from smalti_health.options import HealthOptions
+
     if config[HealthOptions].gpu_health_port and find_spec("prometheus_client") is None:
         message = "the package prometheus-client is not installed"
         yield Problem(message=message, where="gpu_health_port", fix="pip install prometheus-client, or --gpu_health_port=0")

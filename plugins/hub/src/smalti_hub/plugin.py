@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from smalti import Checkpoint, Config, OptionGroup, Outcome, Problem, RunInfo, RunState, StopReason, UserError, hookimpl
-from smalti_hub.options import GROUP, HubOptions
+from smalti import Checkpoint, CommandCollector, Outcome, Problem, RunInfo, RunState, StopReason, UserError, hookimpl
 
 if TYPE_CHECKING:
-    import click
-
+    from smalti import Config, OptionGroup
+    from smalti_hub.options import HubOptions
     from smalti_hub.uploads import Uploads
 
 
@@ -19,11 +18,13 @@ class Hub:
 
     def __init__(self) -> None:
         self._uploads: Uploads | None = None
-        self._options = HubOptions()
+        self._options: HubOptions
         self._newest: int | None = None
 
     @hookimpl
     def declare_options(self) -> list[OptionGroup]:
+        from smalti_hub.options import GROUP
+
         return [GROUP]
 
     @hookimpl
@@ -31,13 +32,13 @@ class Hub:
         return config.run_checks(_options, _access)
 
     @hookimpl
-    def register_commands(self, commands: click.Group) -> None:
-        from smalti_hub.commands import hub
-
-        commands.add_command(hub)
+    def register_commands(self, commands: CommandCollector) -> None:
+        commands.add_deferred("smalti_hub.commands:hub", "Publish results on the Hugging Face Hub.")
 
     @hookimpl
     def on_train_start(self, state: RunState, info: RunInfo) -> None:
+        from smalti_hub.options import HubOptions
+
         self._options = info.config[HubOptions]
         self._newest = state.step or None  # the checkpoint that the run resumed from
         if info.world.is_main and self._options.push_to_hub:
@@ -67,6 +68,8 @@ class Hub:
 
 
 def _options(config: Config) -> Iterator[Problem]:
+    from smalti_hub.options import HubOptions
+
     options = config[HubOptions]
     if options.push_checkpoints_to_hub and not options.push_to_hub:
         message = "push_checkpoints_to_hub does nothing without push_to_hub"
@@ -84,6 +87,8 @@ def _options(config: Config) -> Iterator[Problem]:
 
 def _access(config: Config) -> Iterator[Problem]:
     """Asks the Hub who the token belongs to. A Hub that cannot be reached now is no problem: it is not needed yet."""
+    from smalti_hub.options import HubOptions
+
     if not config[HubOptions].push_to_hub:
         return
     from smalti_hub.upload import HubUnreachableError, check_token

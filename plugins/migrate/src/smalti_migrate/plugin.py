@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from smalti import CommandCollector, OptionGroup, hookimpl
-from smalti_migrate.simpletuner.dialect import GROUPS
+from typing import TYPE_CHECKING
+
+from smalti import CommandCollector, hookimpl
+
+if TYPE_CHECKING:
+    from smalti import OptionGroup
 
 
 class Migrate:
     @hookimpl
     def declare_options(self) -> list[OptionGroup]:
+        from smalti_migrate.simpletuner.dialect import GROUPS
+
         return [*GROUPS]
 
     @hookimpl

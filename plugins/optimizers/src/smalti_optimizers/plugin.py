@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
-from smalti import Config, OptimizerEntry, hookimpl
+from typing import TYPE_CHECKING
+
+from smalti import OptimizerEntry, hookimpl
+
+if TYPE_CHECKING:
+    from smalti import Config
 
 _SETTINGS = {"adam_beta1": "betas", "adam_beta2": "betas", "adam_epsilon": "eps", "adam_weight_decay": "weight_decay"}
 _CORE = {"sgd": ("weight_decay",), "adagrad": ("eps", "weight_decay")} | dict.fromkeys(

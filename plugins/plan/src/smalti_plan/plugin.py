@@ -2,25 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
-from smalti import CacheEntry, CommandCollector, Config, DistributedPlan, OptionGroup, Options, UserError, hookimpl, option
+from smalti import CacheEntry, CommandCollector, DistributedPlan, UserError, hookimpl
 
 if TYPE_CHECKING:
-    from smalti import RankInfo
+    from smalti import Config, OptionGroup, RankInfo
     from smalti.rundir import EventWriter, RunDirectory
     from smalti_plan.forecast import Forecast
 
 
-class PlanOptions(Options):
-    memory_forecast: Literal["auto", "on", "off"] = option(
-        "auto",
-        help="Warn before a launch if the planner's formulas say that it does not fit into memory. auto: on accelerators.",
-        level="advanced",
-    )
-
-
-GROUP = OptionGroup(name="plan", title="Memory forecast", options=PlanOptions)
 CACHES = (
     CacheEntry(name="model-facts", title="counted models, of smalti plan", factory="smalti_plan.counted:facts_cache"),
     CacheEntry(name="rehearsals", title="rehearsed runs, of smalti plan", factory="smalti_plan.rehearsal.rehearse:cache"),
@@ -38,6 +29,8 @@ class Plan:
 
     @hookimpl
     def declare_options(self) -> list[OptionGroup]:
+        from smalti_plan.options import GROUP
+
         return [GROUP]
 
     @hookimpl
@@ -51,6 +44,8 @@ class Plan:
 
     @hookimpl
     def notices_before_launch(self, config: Config, plan: DistributedPlan, kind: str) -> list[str]:
+        from smalti_plan.options import PlanOptions
+
         self._forecast = None
         choice = config[PlanOptions].memory_forecast
         if choice == "off" or (choice == "auto" and kind == "cpu"):

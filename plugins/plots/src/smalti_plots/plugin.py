@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 from smalti import Outcome, RunInfo, RunState, StopReason, ValidationResult, hookimpl
-from smalti.rundir import CONTACT_SHEET, RunDirectory
 
 
 class Plots:
@@ -23,6 +22,7 @@ class Plots:
         if self._directory is None:
             return
         # Plugins are called before the core, which names the sheet if there is one.
+        from smalti.rundir import CONTACT_SHEET
         from smalti_plots.grid import image_grid
 
         images = sorted(result.images, key=lambda image: image.base is None)  # pairs first, so that none is split by a row
@@ -40,6 +40,8 @@ class Plots:
     def on_train_end(self, state: RunState, outcome: Outcome | None) -> None:
         if self._directory is None or state.stop_reason is StopReason.TAKEN_OVER:
             return
+        from smalti.rundir import RunDirectory
+
         directory = RunDirectory(self._directory)
         events = list(directory.events())
         if not any(event.kind == "step" for event in events):

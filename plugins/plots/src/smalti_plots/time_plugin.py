@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 from smalti import (
     Checkpoint,
@@ -15,8 +16,10 @@ from smalti import (
     StepResult,
     hookimpl,
 )
-from smalti.rundir import EventWriter, Phase, RunDirectory, read_events_backwards
-from smalti_plots.goodput import TimeAccount, before_attempt, read_goodput
+
+if TYPE_CHECKING:
+    from smalti.rundir import EventWriter, Phase, RunDirectory
+    from smalti_plots.goodput import TimeAccount
 
 
 class GoodputCounter:
@@ -32,12 +35,16 @@ class GoodputCounter:
 
     @hookimpl
     def describe_run(self, directory: RunDirectory) -> list[RunValue]:
+        from smalti_plots.goodput import read_goodput
+
         found = read_goodput(directory)
         text = "-" if found is None or found.share is None else f"{found.share:.0%}"
         return [RunValue(name="goodput", text=text, value=None if found is None else found.as_json())]
 
     @hookimpl
     def on_launch_end(self, directory: RunDirectory, code: ExitCode) -> list[str]:
+        from smalti_plots.goodput import read_goodput
+
         found = None if code is ExitCode.TAKEN_OVER else read_goodput(directory)
         return [] if found is None else [f"{'time':<12} {found}"]
 
@@ -50,6 +57,9 @@ class GoodputCounter:
     def _time(self, kind: str, step: int | None, fields: Mapping[str, object]) -> Mapping[str, object]:
         """The sums so far, for events of steps and states. The loop begins with the state "running"."""
         if self._events is not None and kind == "state" and fields.get("state") == "running":
+            from smalti.rundir import read_events_backwards
+            from smalti_plots.goodput import TimeAccount, before_attempt
+
             history = read_events_backwards(self._events.path)
             self._account = TimeAccount(before_attempt(history, step or 0, time.time()))
         if self._account is None or kind not in ("state", "step"):

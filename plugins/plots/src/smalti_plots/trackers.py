@@ -4,14 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Annotated
-
-from pydantic import BeforeValidator
+from typing import TYPE_CHECKING
 
 from smalti import (
-    Names,
-    OptionGroup,
-    Options,
     Outcome,
     Problem,
     RunInfo,
@@ -19,36 +14,17 @@ from smalti import (
     ValidationImage,
     ValidationResult,
     hookimpl,
-    option,
 )
 
 if TYPE_CHECKING:
     import numpy as np
     from accelerate.tracking import GeneralTracker
 
-    from smalti.config import Config
+    from smalti import Config, OptionGroup
 
-KNOWN = ("aim", "clearml", "comet_ml", "dvclive", "mlflow", "swanlab", "tensorboard", "trackio", "wandb")
-ALL = "all"
-"""Every known tracker whose package is installed."""
 _IMAGES: dict[str, dict[str, str]] = {"tensorboard": {"dataformats": "NHWC"}, "wandb": {}, "swanlab": {}}
 """Trackers that get validation images, with the arguments that their method takes. Others want images in forms of their own."""
 _PACKAGES = {"comet_ml": "comet-ml"}
-
-
-def _without_none(value: object) -> object:
-    """A list of names without "none", which stands for an empty list in other trainers."""
-    names = [name.strip() for name in value.split(",")] if isinstance(value, str) and not value.startswith("[") else value
-    if not isinstance(names, list | tuple):
-        return value
-    return [name for name in names if not isinstance(name, str) or name.lower() not in ("none", "null")]
-
-
-class TrackerOptions(Options):
-    report_to: Annotated[Names, BeforeValidator(_without_none)] = option(
-        (), help="Trackers in addition to events.jsonl: tensorboard, wandb and others that Accelerate supports, or all."
-    )
-    tracker_project_name: str = option("smalti", help="Project of the run in the trackers.", level="advanced")
 
 
 class Trackers:
@@ -59,11 +35,15 @@ class Trackers:
 
     @hookimpl
     def declare_options(self) -> list[OptionGroup]:
-        return [OptionGroup(name="trackers", title="Trackers", options=TrackerOptions)]
+        from smalti_plots.tracker_options import GROUP
+
+        return [GROUP]
 
     @hookimpl
     def check_config(self, config: Config) -> list[Problem]:
         from difflib import get_close_matches
+
+        from smalti_plots.tracker_options import ALL, KNOWN, TrackerOptions
 
         problems = []
         for name in config[TrackerOptions].report_to:
@@ -80,6 +60,8 @@ class Trackers:
 
     @hookimpl
     def on_train_start(self, state: RunState, info: RunInfo) -> None:
+        from smalti_plots.tracker_options import TrackerOptions, tracker_names
+
         options = info.config[TrackerOptions]
         if not info.world.is_main or not options.report_to:
             return
@@ -112,12 +94,6 @@ class Trackers:
         for tracker in self._trackers:
             tracker.finish()
         self._trackers.clear()
-
-
-def tracker_names(options: TrackerOptions) -> list[str]:
-    """The trackers to start, each once."""
-    every = [name for name in KNOWN if find_spec(name) is not None] if ALL in options.report_to else []
-    return list(dict.fromkeys([*every, *(name for name in options.report_to if name != ALL)]))
 
 
 def _pixels(image: ValidationImage) -> np.ndarray:

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from smalti import Config, Finding, OptionGroup, Problem, StorageEntry, hookimpl
-from smalti_storage_s3.client.settings import KEYS
-from smalti_storage_s3.mirror.hooks import MirrorHooks, mirror_problems
-from smalti_storage_s3.mirror.options import GROUP
+from smalti import CommandCollector, Finding, StorageEntry, hookimpl
+from smalti_storage_s3.mirror.hooks import MirrorHooks
 
 if TYPE_CHECKING:
-    import click
+    from smalti import Config, OptionGroup, Problem
 
 
 class StorageS3(MirrorHooks):
@@ -18,22 +16,25 @@ class StorageS3(MirrorHooks):
 
     @hookimpl
     def declare_options(self) -> list[OptionGroup]:
+        from smalti_storage_s3.mirror.options import GROUP
+
         return [GROUP]
 
     @hookimpl
     def check_config(self, config: Config) -> list[Problem]:
+        from smalti_storage_s3.mirror.options import mirror_problems
+
         return config.run_checks(mirror_problems)
 
     @hookimpl
-    def register_commands(self, commands: click.Group) -> None:
-        from smalti_storage_s3.commands import s3
-        from smalti_storage_s3.mirror.commands import mirror
-
-        commands.add_command(mirror)
-        commands.add_command(s3)
+    def register_commands(self, commands: CommandCollector) -> None:
+        commands.add_deferred("smalti_storage_s3.mirror.commands:mirror", "List, verify, upload and download copies of runs.")
+        commands.add_deferred("smalti_storage_s3.commands:s3", "Check access to S3 and compatible stores.")
 
     @hookimpl
     def register_storage(self) -> list[StorageEntry]:
+        from smalti_storage_s3.client.settings import KEYS
+
         return [
             StorageEntry(
                 name="aws",

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from smalti import Config, OptionGroup, PeriodicEntry, Problem, UserError, hookimpl, problems_in
-from smalti_validation.options import ValidationOptions
-from smalti_validation.prompts import validation_prompts
+from typing import TYPE_CHECKING
+
+from smalti import PeriodicEntry, Problem, UserError, hookimpl, problems_in
+
+if TYPE_CHECKING:
+    from smalti import Config, OptionGroup
 
 IMAGES = PeriodicEntry(name="validation", title="validation images", factory="smalti_validation.work:validation_of")
 LOSS = PeriodicEntry(
@@ -17,10 +20,15 @@ class ValidationPlugin:
 
     @hookimpl
     def declare_options(self) -> list[OptionGroup]:
+        from smalti import OptionGroup
+        from smalti_validation.options import ValidationOptions
+
         return [OptionGroup(name="validation", title="Validation", options=ValidationOptions)]
 
     @hookimpl
     def check_config(self, config: Config) -> list[Problem]:
+        from smalti_validation.prompts import validation_prompts
+
         try:
             validation_prompts(config)
         except UserError as error:

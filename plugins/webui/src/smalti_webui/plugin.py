@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from smalti import hookimpl
-
-if TYPE_CHECKING:
-    import click
+from smalti import CommandCollector, hookimpl
 
 
 class WebUI:
     """Only a command: the server is imported when it starts."""
 
     @hookimpl
-    def register_commands(self, commands: click.Group) -> None:
-        from smalti_webui.commands import ui
-
-        commands.add_command(ui)
+    def register_commands(self, commands: CommandCollector) -> None:
+        commands.add_deferred("smalti_webui.commands:ui", "The web page: configure, plan, launch, watch and compare runs.")
 
 
 plugin = WebUI()

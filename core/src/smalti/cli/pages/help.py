@@ -10,15 +10,19 @@ import shlex
 import shutil
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from smalti.config import Option, OptionGroup, package_of_command
+from smalti.config import PREFIX, package_of_command
 from smalti.hookspecs import HookSpecs
-from smalti.plugins import load_plugins, selection_of
+from smalti.plugins import load_plugins
 from smalti.system import describe
 from smalti.types import CommandCollector
+
+if TYPE_CHECKING:
+    from smalti.config import Option, OptionGroup
+    from smalti.plugins import Selection
 
 _TERM = 32
 """Columns of an option's flag beside its help; a longer one has a line of its own."""
@@ -101,13 +105,22 @@ class Root(Group):
     def from_plugins(self) -> CommandCollector:
         """The commands of all plugins. Plugins that the environment disables are not imported."""
         commands = CommandCollector()
-        plugins = load_plugins(selection_of((), None, os.environ), strict=False)
+        plugins = load_plugins(self._selection(), strict=False)
         for name in reversed(plugins.implementers(HookSpecs.register_commands)):
             try:
                 plugins.call_one(name, HookSpecs.register_commands, commands=commands)
             except Exception as error:  # noqa: BLE001 - a faulty plugin must not disable the other commands
                 click.echo(f"smalti: warning: ignoring the commands of plugin {name!r}: {describe(error)}", err=True)
         return commands
+
+    @staticmethod
+    def _selection() -> Selection | None:
+        """The plugins that the environment selects. Options, which are slow to import, are needed only for that."""
+        if not any(name.startswith(PREFIX) for name in os.environ):
+            return None
+        from smalti.plugins import selection_of
+
+        return selection_of((), None, os.environ)
 
 
 def write_examples(formatter: click.HelpFormatter, examples: Sequence[str]) -> None:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from smalti import OptionGroup, RankInfo, RunState, StepResult, hookimpl
-from smalti_health.hangs.options import GROUP, HangOptions
+from smalti import RankInfo, RunState, StepResult, hookimpl
 
 if TYPE_CHECKING:
+    from smalti import OptionGroup
     from smalti_health.hangs.watch import HangWatch
 
 
@@ -19,10 +19,13 @@ class Hangs:
 
     @hookimpl
     def declare_options(self) -> list[OptionGroup]:
+        from smalti_health.hangs.options import GROUP
+
         return [GROUP]
 
     @hookimpl
     def on_rank_start(self, state: RunState, info: RankInfo) -> None:
+        from smalti_health.hangs.options import HangOptions
         from smalti_health.hangs.watch import watch_for_hangs
 
         self._watch = watch_for_hangs(info, state, info.config[HangOptions])

@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING
 
 from smalti import (
     Checkpoint,
-    Config,
+    CommandCollector,
     GpuFault,
-    OptionGroup,
     Outcome,
     Problem,
     RankInfo,
@@ -27,11 +26,9 @@ from smalti import (
     ValidationResult,
     hookimpl,
 )
-from smalti_health.webhooks.options import GROUP, WebhookOptions
 
 if TYPE_CHECKING:
-    import click
-
+    from smalti import Config, OptionGroup
     from smalti.rundir import Phase
     from smalti_health.webhooks.delivery.outbox import Event
     from smalti_health.webhooks.delivery.process import SenderProcess
@@ -59,6 +56,8 @@ class Webhooks:
 
     @hookimpl
     def declare_options(self) -> list[OptionGroup]:
+        from smalti_health.webhooks.options import GROUP
+
         return [GROUP]
 
     @hookimpl
@@ -66,13 +65,13 @@ class Webhooks:
         return config.run_checks(_endpoints)
 
     @hookimpl
-    def register_commands(self, commands: click.Group) -> None:
-        from smalti_health.webhooks.commands import webhook
-
-        commands.add_command(webhook)
+    def register_commands(self, commands: CommandCollector) -> None:
+        commands.add_deferred("smalti_health.webhooks.commands:webhook", "Try webhooks, and list which events were delivered.")
 
     @hookimpl
     def on_rank_start(self, state: RunState, info: RankInfo) -> None:
+        from smalti_health.webhooks.options import WebhookOptions
+
         self.__init__()  # type: ignore[misc]  # a process may run several times
         options = info.config[WebhookOptions]
         if options.webhook_config is None:
@@ -225,6 +224,8 @@ class Webhooks:
 
 def _endpoints(config: Config) -> list[Problem]:
     """The problems of the endpoints: nothing is resolved or sent."""
+    from smalti_health.webhooks.options import WebhookOptions
+
     value = config[WebhookOptions].webhook_config
     if value is None:
         return []

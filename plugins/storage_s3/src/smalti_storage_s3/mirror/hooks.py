@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
-from smalti import Checkpoint, Config, Outcome, Problem, RunInfo, RunState, StopReason, UserError, hookimpl
-from smalti.config import CheckpointOptions, LaunchOptions, RunOptions
-from smalti.rundir import RunDirectory
-from smalti_storage_s3.mirror.options import MirrorOptions
-from smalti_storage_s3.mirror.place import check_place
+from smalti import Checkpoint, Outcome, RunInfo, RunState, StopReason, UserError, hookimpl
 
 if TYPE_CHECKING:
+    from smalti import Config
     from smalti.checkpoint import Snapshot
     from smalti.parallel import Parallel
+    from smalti_storage_s3.mirror.options import MirrorOptions
     from smalti_storage_s3.mirror.process import UploadProcess
 
 _log = logging.getLogger(__name__)
@@ -26,10 +23,13 @@ class MirrorHooks:
 
     def __init__(self) -> None:
         self._uploads: UploadProcess | None = None
-        self._options = MirrorOptions()
+        self._options: MirrorOptions
 
     @hookimpl
     def restore_run(self, config: Config) -> str | None:
+        from smalti.config import LaunchOptions, RunOptions
+        from smalti_storage_s3.mirror.options import MirrorOptions
+
         options = config[MirrorOptions]
         if options.checkpoint_mirror is None or config[LaunchOptions].machine_rank > 0:
             return None
@@ -40,6 +40,9 @@ class MirrorHooks:
     @hookimpl
     def save_checkpoint(self, state: Snapshot, config: Config) -> None:
         """Says how files of other nodes reach node 0. The backend writes the checkpoint."""
+        from smalti.config import LaunchOptions
+        from smalti_storage_s3.mirror.options import MirrorOptions
+
         options, launch = config[MirrorOptions], config[LaunchOptions]
         if launch.num_machines > 1 and not launch.shared_output_dir and options.checkpoint_mirror is not None:
             from smalti_storage_s3.mirror.nodes import MirrorRelay
@@ -49,8 +52,12 @@ class MirrorHooks:
     @hookimpl
     def load_checkpoint(self, source: Path, parallel: Parallel, config: Config) -> None:
         """Brings the checkpoint to nodes that do not see it. The backend reads it."""
+        from smalti.config import LaunchOptions, RunOptions
+        from smalti_storage_s3.mirror.options import MirrorOptions
+
         options, launch = config[MirrorOptions], config[LaunchOptions]
         if launch.num_machines > 1 and not launch.shared_output_dir and options.checkpoint_mirror is not None:
+            from smalti.rundir import RunDirectory
             from smalti_storage_s3.mirror.nodes import bring
 
             run = RunDirectory(cast(Path, config[RunOptions].output_dir))
@@ -58,6 +65,9 @@ class MirrorHooks:
 
     @hookimpl
     def on_train_start(self, state: RunState, info: RunInfo) -> None:
+        from smalti.config import CheckpointOptions
+        from smalti_storage_s3.mirror.options import MirrorOptions
+
         self._options = options = info.config[MirrorOptions]
         if not info.world.is_main or options.checkpoint_mirror is None:
             return
@@ -88,20 +98,3 @@ class MirrorHooks:
             uploads.stop()
         elif uploads is not None and (name := uploads.finish(self._options.checkpoint_mirror_timeout)):
             _log.warning("%s is complete in %s", name, self._options.checkpoint_mirror)
-
-
-def mirror_problems(config: Config) -> Iterator[Problem]:
-    """What is wrong with the options of a mirror."""
-    place = config[MirrorOptions].checkpoint_mirror
-    if place is not None:
-        try:
-            check_place(place)
-        except UserError as error:
-            yield Problem(message=error.message, where=config.source("checkpoint_mirror"), fix=error.fix)
-    launch = config[LaunchOptions]
-    if launch.num_machines > 1 and not launch.shared_output_dir and place is None:
-        yield Problem(
-            message="shared_output_dir is off, so the parts of a checkpoint on several nodes need a place to meet",
-            where=config.source("shared_output_dir"),
-            fix="--checkpoint_mirror=s3://BUCKET/PREFIX",
-        )

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import quote
 
-from smalti import OptionGroup, Options, Problem, Translation, UserError, option
+from smalti import Config, OptionGroup, Options, Problem, Translation, UserError, option
+from smalti.config import LaunchOptions
 from smalti_storage_s3.mirror.place import SCHEME, Access, check_place
 
 
@@ -63,3 +65,20 @@ def run_directory_at(url: str) -> Translation:
 
 
 GROUP = OptionGroup(name="mirror", title="Mirror of checkpoints", options=MirrorOptions, urls={"output_dir": run_directory_at})
+
+
+def mirror_problems(config: Config) -> Iterator[Problem]:
+    """What is wrong with the options of a mirror."""
+    place = config[MirrorOptions].checkpoint_mirror
+    if place is not None:
+        try:
+            check_place(place)
+        except UserError as error:
+            yield Problem(message=error.message, where=config.source("checkpoint_mirror"), fix=error.fix)
+    launch = config[LaunchOptions]
+    if launch.num_machines > 1 and not launch.shared_output_dir and place is None:
+        yield Problem(
+            message="shared_output_dir is off, so the parts of a checkpoint on several nodes need a place to meet",
+            where=config.source("shared_output_dir"),
+            fix="--checkpoint_mirror=s3://BUCKET/PREFIX",
+        )
