@@ -66,7 +66,9 @@ def encode_part(config: Config, plugins: Plugins, part: Part, say: Callable[[str
         encoded = encoder.encode(data, communicator, Path(folder), phases, texts, negative)
         unusable = []
         for one, latents in ((data, encoded.latents), (data.held_out, encoded.held_out)):
-            for sample in sorted(latents.broken) if latents is not None and one is not None else ():
+            if one is None or latents is None:
+                continue
+            for sample in sorted(latents.broken):
                 position, row = one.locate(sample)
                 unusable.append(one.datasets[position].index.key(row))
     return EncodedPart(
