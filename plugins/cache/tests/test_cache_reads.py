@@ -196,6 +196,22 @@ def test_a_process_that_opens_later_does_not_evict_what_another_one_uses(tmp_pat
     assert later.get("x") is not None
 
 
+def test_copies_of_processes_that_have_ended_are_evicted_also_if_the_folder_was_never_unused(tmp_path):
+    first = LocalCopies(tmp_path, 3 * ENTRY)
+    for name in "abc":
+        first.put(name, name.encode() * ENTRY)
+    time.sleep(0.02)
+    second = LocalCopies(tmp_path, 3 * ENTRY)
+    assert second.get("b") is not None
+    first.close()
+    time.sleep(0.02)
+    third = LocalCopies(tmp_path, 3 * ENTRY)
+    for name in "xyz":
+        third.put(name, name.encode() * ENTRY)
+    assert [name for name in "abcxyz" if third._path(name).exists()] == ["b", "x", "y"]
+    assert len(list((tmp_path / "openings").iterdir())) == 2
+
+
 def test_copies_of_earlier_runs_are_evicted_the_least_recently_used_first(tmp_path):
     earlier = LocalCopies(tmp_path, 4 * ENTRY)
     for number, name in enumerate("abcd"):

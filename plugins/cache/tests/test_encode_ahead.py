@@ -381,7 +381,7 @@ def test_latents_for_which_colour_profiles_were_ignored_are_used_for_images_with
         image.save(pets / name, icc_profile=rgb_profile(profile), xmp=bytes(100_000), lossless=True)
     data = data_of(pets)
     encoded = encode(Encoding(), data, tmp_path / "now")
-    bucket, before = data.buckets[0], {}
+    bucket, before = data.order.buckets[0].bucket, {}
     index = data.datasets[0].index
     for sample in range(20):
         values = index.key(sample), index.etag(sample), bucket.width, bucket.height, 0, 0, 0

@@ -6,7 +6,8 @@ evicting the least recently used one would evict what is needed next. So once th
 entries are not copied. Older copies are evicted, those first that were not used for the longest time. A use is noted once in a
 run, as the time of change of the file.
 
-Files: `entries/XX/NAME`, drafts in `drafts`, `bytes` with their sum, and `users`, which every process locks.
+Files: `entries/XX/NAME`, drafts in `drafts`, `bytes` with their sum, `users`, which every process locks, and in `openings` a
+file per process, locked while it lives, whose time is that at which the process has opened the folder.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ _log = logging.getLogger(__name__)
 _NAME = re.compile(r"[0-9a-f]{38}")
 _FOLDER = re.compile(r"[0-9a-f]{2}")
 _DRAFT = re.compile(r"[0-9a-f]{16}\.draft")
+_OPENING = re.compile(r"[0-9a-f]{16}")
 _BLOCK = 4096
 _CANDIDATES = 1 << 16
 """Copies to evict that are found in one look at all of them: about 16 MB."""
@@ -50,7 +52,7 @@ class LocalCopies:
         self._full = self._failed = False
         self._oldest: deque[tuple[int, str]] = deque()
         self._thread_lock = threading.Lock()
-        for each in (folder, folder / "entries", folder / "drafts"):
+        for each in (folder, folder / "entries", folder / "drafts", folder / "openings"):
             each.mkdir(parents=True, exist_ok=True, mode=0o700)
         if problem := write_problem(folder):
             raise PermissionError(problem)
@@ -62,13 +64,13 @@ class LocalCopies:
             pass  # another process uses the folder
         else:
             self._count()
-            os.utime(self._users)  # by the clock that the copies are compared with
         fcntl.flock(self._users, fcntl.LOCK_SH)
-        self._opened = os.fstat(self._users).st_mtime_ns
+        self._opening = self._note_opening()
+        self._opened = os.fstat(self._opening).st_mtime_ns  # by the clock that the copies are compared with
 
     def close(self) -> None:
-        """Afterwards another process may count the copies again."""
-        for descriptor in (self._users, self._bytes):
+        """Afterwards another process may count the copies again, and evict those that only this process has used."""
+        for descriptor in (self._opening, self._users, self._bytes):
             os.close(descriptor)
 
     def get(self, name: str) -> bytes | None:
@@ -125,6 +127,30 @@ class LocalCopies:
         digest = sha256(name.encode()).hexdigest()
         return self._folder / "entries" / digest[:2] / digest[2:40]
 
+    def _note_opening(self) -> int:
+        """Returns the descriptor of a new file in `openings`, which is locked before others see it."""
+        name = secrets.token_hex(8)
+        draft = self._folder / "drafts" / f"{name}.draft"
+        descriptor = os.open(draft, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        draft.rename(self._folder / "openings" / name)
+        return descriptor
+
+    def _first_opening(self) -> int:
+        """Returns when the first of the processes that use the folder now has opened it. Removes what dead ones have left."""
+        times = [self._opened]
+        for path in (self._folder / "openings").iterdir():
+            if not _OPENING.fullmatch(path.name):
+                continue
+            with suppress(FileNotFoundError), path.open("rb") as file:
+                try:
+                    fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    times.append(os.fstat(file.fileno()).st_mtime_ns)
+                else:
+                    path.unlink()
+        return min(times)
+
     def _fail(self, error: OSError) -> None:
         if not self._failed:
             self._failed = True
@@ -156,7 +182,8 @@ class LocalCopies:
         return _size_on_disk(status.st_size)
 
     def _find_oldest(self) -> list[tuple[int, str]]:
-        found = ((status.st_mtime_ns, path) for path, status in self._copies() if status.st_mtime_ns < self._opened)
+        first = self._first_opening()
+        found = ((status.st_mtime_ns, path) for path, status in self._copies() if status.st_mtime_ns < first)
         return nsmallest(_CANDIDATES, found)
 
     def _copies(self) -> Iterator[tuple[str, os.stat_result]]:
