@@ -65,7 +65,7 @@ def test_options_have_our_names_and_simpletuners_defaults_stand_in_the_file(conv
         "max_grad_norm": 2.0,
         "train_batch_size": 4,
     }
-    assert "max_grad_norm = 2.0 # SimpleTuner's default\n" in text
+    assert "max_grad_norm = 2 # SimpleTuner's default\n" in text
     assert "learning_rate = 0.0001 # config.json: learning_rate\n" in text
     assert values.keys().isdisjoint(
         {"num_train_epochs", "data_backend_config", "defaults_from", "accelerate_config", "vae_batch_size"}

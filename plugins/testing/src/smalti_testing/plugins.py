@@ -219,13 +219,14 @@ def _wrong_with(option: Option, schema: Schema) -> str:
 
 @PLUGIN.check
 def it_registers_nothing_twice(subject: PluginSubject) -> None:
-    """Two families, storages, options or commands of one name cannot both be meant; the run refuses to choose.
+    """Two families, storages, options or commands of one name cannot both be meant; a run that names one refuses to choose.
 
     Take a name that says whose it is: prefix options with the plugin's own word.
     """
     schema_of(subject.plugins)
     for hook in FACTORIES:
-        subject.plugins.gather(hook)
+        for entry in subject.plugins.gather(hook):
+            expect(":" not in entry.name, f"{hook.__name__}: smalti has the name of {entry.name!r} itself")
 
 
 @PLUGIN.check

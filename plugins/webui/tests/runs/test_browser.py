@@ -110,7 +110,9 @@ def test_the_overview_draws_the_loss_and_shows_new_images_as_they_come(make_run:
     expect(curve).to_have_attribute("data-last", "20", timeout=20_000)
     expect(images).to_have_count(2)
     assert images.first.evaluate("image => image.decode().then(() => image.naturalWidth)") == 64
-    top = {name: page.locator(place).bounding_box()["y"] for name, place in PARTS.items()}
+    for place in PARTS.values():
+        expect(page.locator(place)).to_be_visible()
+    top = {name: page.locator(place).evaluate("part => part.getBoundingClientRect().top") for name, place in PARTS.items()}
     assert sorted(top, key=lambda name: top[name]) == ["curve", "numbers", "phases"]
     writer = make_run.writers["alpha"]
     writer.events.append("step", step=21, max_steps=50, loss=0.04, samples=4)
