@@ -71,6 +71,7 @@ _OF_OTHER_COMMANDS = (
     "merge",
     "raw",
     "refresh",
+    "share",
     "single_file",
     "step",
     "tensors",
