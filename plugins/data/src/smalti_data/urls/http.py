@@ -53,8 +53,8 @@ class Client:
     """Downloads files. Safe to use from several threads at once.
 
     `seconds` limits an attempt, `most_bytes` the file. A host that does not answer gets fewer `attempts`. The proxies of the
-    environment are used; then the proxy decides which addresses can be reached. `first_wait` is the longest wait in seconds before the second attempt; it doubles each time, and
-    the waits are drawn between 0 and that.
+    environment are used; then the proxy decides which addresses can be reached. `first_wait` is the longest wait in seconds
+    before the second attempt; it doubles each time, and the waits are drawn between 0 and that.
     """
 
     most_bytes: int
