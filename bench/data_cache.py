@@ -4,6 +4,8 @@
   a checksum of each.
 - keys: hashing 10^6 names of images and finding which of them a cache of 10^6 entries has. Ours finds them in the merged index,
   a mapped file; the peer looks for the SHA-256 of each name in a set.
+- opening: a cache of 2,000 packs behind 20 ms for each request. Ours reads the index beside the packs, the peer their headers,
+  64 at once.
 - S3: 256 of them from a pack on a local SeaweedFS against an object of `torch.save` per image, which 8 threads get. `near`:
   neighbours in the pack make up a batch. `copies`: ours with copies on the node.
 - waiting: training a tiny SDXL with latents and captions on that server: the share of a step that waits for its batch.
@@ -20,6 +22,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -33,7 +36,8 @@ from sizes import sized
 from smalti.data.storage.local import LocalStorage
 from smalti_cache.directory import IN_MEMORY
 from smalti_cache.entries import Form
-from smalti_cache.keys import Hasher, single_key
+from smalti_cache.index_files import LEAST, SUFFIX
+from smalti_cache.keys import Hasher, Keys, single_key
 from smalti_cache.pack import COLUMNS, PackBuilder, encode_columns
 from smalti_cache.reads.local_copies import LocalCopies
 from smalti_cache.reads.ranges import AT_ONCE
@@ -50,6 +54,8 @@ REMOTE = sized(256, short=32)
 KEYS, PACKS = sized(1_000_000, short=IN_MEMORY + 20_000), 10
 PAIRS = sized(5, short=1)
 STEPS = sized(60, short=3)
+OPENED = sized(2 * LEAST, short=LEAST)
+DELAY = 0.02
 
 
 def batches(folder: Path) -> tuple[Callable[[], None], Callable[[], None]]:
@@ -167,6 +173,15 @@ def waiting(folder: Path, server: ObjectStore) -> Result:
     return paired(name, waits.waits[2:], waits.steps[2:], unit="s", goal=0.01, precision=precision)
 
 
+def write_without_bytes(folder: Path, everything: Keys, packs: int) -> None:
+    """Write so many packs, in which the entries of these keys have no bytes."""
+    for place in range(packs):
+        some = everything[slice(place, None, packs)]
+        some = some[some.order()]
+        columns = {name: np.zeros(len(some), dtype=np.uint64) for name in COLUMNS} | {"high": some.high, "low": some.low}
+        (folder / f"{place:016x}.safetensors").write_bytes(encode_columns(columns, [Form(())], data=0))
+
+
 def keys(folder: Path) -> tuple[Callable[[], None], Callable[[], None]]:
     """A cache of 10^6 entries without bytes; returns functions that look for as many names, of which half are in it."""
     names = [f"shard-{number >> 10:05}/{number:09}.jpg" for number in range(2 * KEYS)]
@@ -174,11 +189,7 @@ def keys(folder: Path) -> tuple[Callable[[], None], Callable[[], None]]:
     packs = folder / "packs"
     packs.mkdir()
     store = PackStore(LocalStorage(packs), "", folder=folder / "indexes")
-    for place in range(PACKS):
-        some = everything[slice(place, None, PACKS)]
-        some = some[some.order()]
-        columns = {name: np.zeros(len(some), dtype=np.uint64) for name in COLUMNS} | {"high": some.high, "low": some.low}
-        (packs / f"{place:016x}.safetensors").write_bytes(encode_columns(columns, [Form(())], data=0))
+    write_without_bytes(packs, everything, PACKS)
     store.refresh()
     [merged] = store.columns
     assert isinstance(merged["high"].base, np.memmap), "the index was not merged"
@@ -195,6 +206,33 @@ def keys(folder: Path) -> tuple[Callable[[], None], Callable[[], None]]:
     return find_columns, find_names
 
 
+class Slow(LocalStorage):
+    """A folder with the delay of a network."""
+
+    def read_range(self, key: str, start: int, length: int) -> bytes:
+        time.sleep(DELAY)
+        return super().read_range(key, start, length)
+
+
+def opening(folder: Path) -> tuple[Callable[[], None], Callable[[], None]]:
+    """A cache of many small packs; returns functions that open it by an index, and by the headers of the packs."""
+    packs = folder / "opened"
+    packs.mkdir()
+    everything = Hasher(10 * OPENED, "bench").texts(pa.array([f"{number}" for number in range(10 * OPENED)])).keys()
+    write_without_bytes(packs, everything, OPENED)
+    store = PackStore(LocalStorage(packs), "")
+    every = store.add_indexes(store.files())
+    headers = {name: size for name, size in every.items() if not name.endswith(SUFFIX)}
+    assert len(headers) < len(every), "no index was written"
+
+    def open_with(files: dict[str, int]) -> None:
+        store = PackStore(Slow(packs), "")
+        store.refresh(files)
+        assert len(store) == 10 * OPENED
+
+    return partial(open_with, every), partial(open_with, headers)
+
+
 def timed(call: Callable[[], None]) -> tuple[float, float]:
     wall, cpu = time.perf_counter(), time.process_time()
     call()
@@ -207,7 +245,12 @@ def measure() -> list[Result]:
     results = []
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as place, seaweed(Path(place, "server")) as server:
-        cases = {"batches": batches(Path(place)), "10^6 keys": keys(Path(place)), **remote_batches(Path(place), server)}
+        cases = {
+            "batches": batches(Path(place)),
+            "10^6 keys": keys(Path(place)),
+            "opening": opening(Path(place)),
+            **remote_batches(Path(place), server),
+        }
         for name, (ours, peer) in cases.items():
             ours(), peer()
             series = [(timed(ours), timed(peer)) for _ in range(PAIRS)]

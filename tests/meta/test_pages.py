@@ -57,6 +57,7 @@ _OF_OTHER_COMMANDS = (
     "ema",
     "encoder",
     "force",
+    "full",
     "older_than",
     "ssh_command",
     "unused",

@@ -46,6 +46,34 @@ def test_it_is_in_the_list_of_the_group() -> None:
     assert "unpack Write the images of parquet files into a folder, with their captions." in " ".join(run("--help").split())
 
 
+def test_a_truncated_picture_is_found_by_a_full_scan_and_a_copied_eval_picture_by_every_scan(tmp_path: Path) -> None:
+    for folder, names in (("pets", "abcd"), ("held", "xy")):
+        (tmp_path / folder).mkdir()
+        for number, name in enumerate(names):
+            pixels = bytes((7 * place + 31 * number + ord(folder[0])) % 251 for place in range(3 * 64 * 64))
+            Image.frombytes("RGB", (64, 64), pixels).save(tmp_path / folder / f"{name}.jpg")
+            (tmp_path / folder / f"{name}.txt").write_text("a pet")
+    (tmp_path / "held" / "y.jpg").write_bytes((tmp_path / "pets" / "b.jpg").read_bytes())
+    (tmp_path / "pets" / "c.jpg").write_bytes((tmp_path / "pets" / "c.jpg").read_bytes()[:-600])
+    entries = [{"id": name, "instance_data_dir": str(tmp_path / name)} for name in ("pets", "held")]
+    entries[1]["dataset_type"] = "eval"
+    (tmp_path / "data.json").write_text(json.dumps(entries))
+    words = ("scan", f"--data_backend_config={tmp_path / 'data.json'}")
+
+    quick, full = run(*words), run(*words, "--full")
+    assert "pets: 4 images, 0 unusable" in quick
+    assert "--full decodes every image" in quick
+    assert "pets: 3 images, 1 unusable" in full
+    assert "c.jpg: the image is damaged: image file is truncated" in full
+    assert "only the headers" not in full
+    for text in (quick, full):
+        assert "1 held-out image is also trained on" in text
+        assert "    held/y.jpg is pets/b.jpg\n" in text
+    report = json.loads(run(*words, "--full", "--json"))
+    assert [one["usable"] for one in report["datasets"]] == [3, 2]
+    assert report["held_out_in_training"] == [{"held_out": "held/y.jpg", "training": "pets/b.jpg"}]
+
+
 @pytest.fixture
 def absent(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if the package were not installed."""

@@ -149,12 +149,19 @@ def endless(handler: BaseHTTPRequestHandler, code: int = 200, **headers: str) ->
 @pytest.mark.parametrize("fault", [status(503), status(429, Retry_After="0"), cut, closed])
 def test_faults_that_pass_are_retried(server: WebServer, client: Client, fault: Callable) -> None:
     server.files["/a"] = b"content"
-    server.replies["/a"] = [fault, fault]
+    server.replies["/a"] = [fault] * 5
     assert client.get(f"{server.url}/a") == b"content"
-    server.replies["/a"] = [fault] * 3
-    with pytest.raises(FailedError, match="in 3 attempts"):
+    server.replies["/a"] = [fault] * 6
+    with pytest.raises(FailedError, match="in 6 attempts"):
         client.get(f"{server.url}/a")
-    assert server.requests["/a"] == 6
+    assert server.requests["/a"] == 12
+
+
+def test_a_host_that_does_not_answer_gets_fewer_attempts(client: Client) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))  # nothing listens there
+        with pytest.raises(FailedError, match="in 3 attempts"):
+            client.get(f"http://127.0.0.1:{free.getsockname()[1]}/a")
 
 
 @pytest.mark.parametrize("fault", [slow_header, slow_body])
@@ -288,11 +295,11 @@ def test_a_list_is_downloaded_once_and_what_is_not_there_is_left_out(server: Web
 
 def test_what_may_pass_is_unusable_until_the_next_scan(server: WebServer, tmp_path: Path) -> None:
     server.files |= {"/1.png": picture(1), "/2.png": picture(2)}
-    server.replies["/2.png"] = [status(503)] * 3
+    server.replies["/2.png"] = [status(503)] * 6
     (tmp_path / "list.csv").write_text(f"url,caption\n{server.url}/1.png,one\n{server.url}/2.png,two\n")
     usable, _, problems = scanned(spec_of(tmp_path), tmp_path)
     assert usable == {"1": ("one",)}
-    assert problems == [f"{server.url}/2.png cannot be downloaded: 503 Service Unavailable, in 3 attempts"]
+    assert problems == [f"{server.url}/2.png cannot be downloaded: 503 Service Unavailable, in 6 attempts"]
     assert scanned(spec_of(tmp_path), tmp_path)[0] == {"1": ("one",), "2": ("two",)}
     assert server.requests["/1.png"] == 1
 
@@ -302,7 +309,7 @@ def test_an_interrupted_download_continues(server: WebServer, tmp_path: Path, mo
     server.files |= {f"/{edge}.png": picture(edge) for edge in range(1, 21)}
     rows = "".join(f"{server.url}/{edge}.png,image {edge}\n" for edge in range(1, 21))
     (tmp_path / "list.csv").write_text(f"url,caption\n{rows}")
-    server.replies |= {f"/{edge}.png": [closed] * 3 for edge in range(5, 21)}
+    server.replies |= {f"/{edge}.png": [closed] * 6 for edge in range(5, 21)}
     with pytest.raises(TransientStorageError, match="4 downloads in a row failed"):
         scanned(spec_of(tmp_path, csv_downloads=1), tmp_path)
     server.replies.clear()

@@ -11,12 +11,16 @@ import pytest
 
 from smalti import CheckpointError, UserError
 from smalti.checkpoint import SUSPECT, CheckpointStore, verify
+from smalti.checkpoint.format.state_file import State
+from smalti.config import RunOptions
 from smalti.data import LocalStorage, Storage, StoredFile
 from smalti.errors import InUseError
 from smalti.rundir import RunDirectory, acquire
 from smalti_data.remote.checkpoints import RemoteRun
 from smalti_storage_s3.mirror.ownership import Lease, SupersededError, owner_of
+from smalti_storage_s3.mirror.place import Access
 from smalti_storage_s3.mirror.pulling import pull
+from smalti_storage_s3.mirror.restoring import restore
 from smalti_storage_s3.mirror.upload import CLAIM, Uploader, held
 from support.checkpoints import TENSORS, flip, make
 from support.killing import kill_after
@@ -393,3 +397,14 @@ def test_a_storage_that_can_only_read_and_write_is_enough(run, place, tmp_path):
     assert CLAIM in RemoteRun(storage).all()[0].sizes
     path = pull(RemoteRun(storage), RunDirectory(tmp_path / "fresh"), "latest", lambda _sentence: None)
     assert path.name == "step-00000002"
+
+
+def test_a_new_run_with_another_seed_is_refused_before_anything_is_downloaded(run, place, tmp_path):
+    make(run.checkpoints, 1, state=State(step=1, trainer={"seed": 42}).encode())
+    uploader(run, LocalStorage(place)).push_newest()
+    fresh = tmp_path / "fresh"
+    with pytest.raises(CheckpointError, match="its seed is 42, and this one has 7") as refused:
+        restore(str(place), Access(), RunOptions(output_dir=fresh, seed=7))
+    assert refused.value.fix == "choose another --checkpoint_mirror; or continue that run with --seed=42"
+    assert not fresh.exists()
+    assert "step-00000001" in (restore(str(place), Access(), RunOptions(output_dir=fresh, seed=42)) or "")

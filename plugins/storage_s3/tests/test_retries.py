@@ -144,6 +144,19 @@ def test_bytes_that_stay_damaged_are_an_error(behind):
     proxy.clear()
 
 
+def test_a_store_that_answers_only_with_errors_is_reported_long_before_the_deadline(behind, caplog):
+    faulty, proxy, _ = behind
+    proxy.clear()
+    proxy.add(Rule(fault="503", operations={"get"}, retry_after=0))
+    storage = faulty(timeouts=Timeouts(deadline=1.5, first_deadline=1.5, pause=0.05, longest_pause=0.1, silent=0.5))
+    with pytest.raises(TransientStorageError, match="read failed"):
+        storage.read("read")
+    proxy.clear()
+    [line] = [record.getMessage() for record in caplog.records if record.name.startswith("smalti_storage_s3")]
+    assert "read failed" in line
+    assert line.endswith("it is tried again for up to 2 s")
+
+
 def test_a_read_that_was_cut_off_goes_on_where_it_was(behind):
     faulty, proxy, direct = behind
     direct.write("long", LARGE[: 4 << 20])

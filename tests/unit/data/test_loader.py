@@ -330,6 +330,21 @@ def test_ranks_that_load_what_another_built_get_the_same_order(pets: Path, tmp_p
     assert seen(take(loaded, 10)) == seen(take(built, 10))
 
 
+def test_pictures_that_have_another_size_than_when_they_were_scanned_count_as_broken(pets: Path) -> None:
+    data = data_of(pets, budget=2)
+    for number in (3, 7):
+        Image.new("RGB", (32, 16)).save(pets / f"{number:03}.png")
+    with Loader(data, world=World(), micro_batch=4) as loader:
+        keys = {key for _, key, _ in seen(list(islice(loader, 5)))}
+        assert keys.isdisjoint({"pets/003.png", "pets/007.png"})
+        assert [item.reason for item in loader.errors.items] == ["its size is 32x16, and was 16x16 when it was scanned"] * 2
+        assert loader.budget_exhausted is None
+    Image.new("RGB", (16, 32)).save(pets / "011.png")
+    with Loader(data, world=World(), micro_batch=4) as loader:
+        list(islice(loader, 5))
+        assert "3 samples cannot be used" in (loader.budget_exhausted or "")
+
+
 def test_too_many_broken_files_stop_the_run_before_it_starts(pets: Path) -> None:
     for number in range(19):
         (pets / f"{number:03}.txt").unlink()

@@ -154,7 +154,7 @@ def fixed_crop(data: PreparedData, sample: int, bucket: Bucket, *, flipped: bool
     With `flipped` it is the same part of the image, mirrored.
     """
     found = data.sample(sample)
-    image = read_image(lambda: found.dataset.read(found.row), found.crop_settings, bucket)
+    image = read_image(found, bucket)
     place = found.dataset.spec.id, found.key
     fractions = uniform(derive_seed("across", *place)), uniform(derive_seed("down", *place))
     offset = found.crop_settings.offset((image.shape[2], image.shape[1]), bucket, fractions)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import io
 import logging
-from collections.abc import Callable
 from functools import lru_cache
 
 import numpy as np
@@ -17,6 +16,7 @@ from PIL import Image, ImageChops, ImageCms
 from torch import Tensor
 
 from smalti.data.buckets import Bucket, CropSettings
+from smalti.data.dataset import Sample
 from smalti.data.scan.image_sizes import DECODING_ERRORS, open_image, orientation
 from smalti.data.scan.quarantine import BadSampleError
 from smalti.data.storage.protocol import StorageError, TransientStorageError
@@ -37,24 +37,28 @@ _UPRIGHT = {
 }
 
 
-def read_image(read: Callable[[], bytes], crop_settings: CropSettings, bucket: Bucket) -> Bytes:
-    """`decode` of the file that `read` returns. Raises BadSampleError also for one that is missing or may not be read."""
+def read_image(sample: Sample, bucket: Bucket) -> Bytes:
+    """`decode` of the file of a sample. Raises BadSampleError also for one that is missing, may not be read, or has changed."""
     try:
-        return decode(read(), crop_settings, bucket)
+        data = sample.dataset.read(sample.row)
     except TransientStorageError:
         raise
     except StorageError as error:
         raise BadSampleError(error.message) from error
+    was_opened = sample.dataset.index.content(sample.row) != 0  # a table may have other sizes than the files
+    return decode(data, sample.crop_settings, bucket, sample.size if was_opened else None)
 
 
-def decode(data: bytes, crop_settings: CropSettings, bucket: Bucket) -> Bytes:
+def decode(data: bytes, crop_settings: CropSettings, bucket: Bucket, size: tuple[int, int] | None = None) -> Bytes:
     """An image as (3, H, W) bytes: upright, sRGB on white, scaled for its bucket but not yet cropped.
 
-    Raises BadSampleError for anything but a complete, readable image.
+    Raises BadSampleError for anything but a complete, readable image, and for another `size` than the scan has found.
     """
     with open_image(data) as image:
         turn = orientation(image)
         width, height = image.size if turn < 5 else image.size[::-1]
+        if size is not None and size != (width, height):
+            raise BadSampleError(f"its size is {width}x{height}, and was {size[0]}x{size[1]} when it was scanned")
         target = crop_settings.resized(width, height, bucket)
         # A JPEG can be decoded at a fraction of its size; twice the target leaves the quality to the filter below.
         image.draft(None, (2 * max(target), 2 * max(target)))

@@ -275,10 +275,8 @@ class _Reader:
 
     def any_regularisation(self, batch: GlobalBatch, start: int, stop: int) -> bool:
         """Whether there is regularisation data in these places of a global batch."""
-        return self._regularises and any(map(self._is_regularisation, batch.samples[start:stop].tolist()))
-
-    def _is_regularisation(self, number: int) -> bool:
-        return self._data.sample(number).dataset.spec.is_regularisation_data
+        samples = map(self._data.sample, batch.samples[start:stop].tolist())
+        return self._regularises and any(sample.dataset.spec.is_regularisation_data for sample in samples)
 
     def encoded(self, batch: GlobalBatch, slots: Iterable[int]) -> dict[int, tuple[Tensor, CropOffset]]:
         """Returns the latents of slots, by slot, read together. Those that are left out have to be read one by one."""
@@ -335,11 +333,10 @@ class _Reader:
 
     def _load(self, sample: Sample, bucket: Bucket) -> Bytes | None:
         """Returns the scaled image of a sample, or None if it is unusable."""
-        image = self._cache.get(sample.number)
-        if image is not None:
+        if (image := self._cache.get(sample.number)) is not None:
             return image
         try:
-            image = read_image(lambda: sample.dataset.read(sample.row), sample.crop_settings, bucket)
+            image = read_image(sample, bucket)
         except BadSampleError as error:
             self._bad.add(sample.number)
             self._errors.record(Quarantined(dataset=sample.dataset.spec.id, key=sample.key, reason=str(error)))

@@ -112,10 +112,8 @@ class PreparedData:
     def settings(self) -> Settings:
         """The settings of each dataset that determine order and crops."""
         settings = {one.spec.id: _settings(one.spec, crop) for one, crop in zip(self.datasets, self.crop_settings, strict=True)}
-        return {name: {**one, **self._handled(name)} for name, one in settings.items()}
-
-    def _handled(self, dataset: str) -> dict[str, object]:
-        return {"short_buckets": self.short_buckets[dataset]} if dataset in self.short_buckets else {}
+        handled = {name: {"short_buckets": value} for name, value in self.short_buckets.items()}
+        return {name: {**one, **handled.get(name, {})} for name, one in settings.items()}
 
 
 def build_datasets(

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import click
 
 from smalti import PreflightError, UserError
-from smalti.cli import CommandLine, Group
+from smalti.cli import CommandLine, Group, counted
 from smalti.config import Config, DataOptions, ModelOptions, RunOptions
 from smalti.data import (
     BatchShape,
     Dataset,
     PreparedData,
     Progress,
+    Quarantined,
     Scan,
     build_datasets,
     catalog_of,
@@ -28,9 +30,10 @@ from smalti.data import (
 )
 from smalti.plugins import Plugins
 from smalti_data import dataset_report as report
+from smalti_data.full_check import damaged_images, trained_on
 from smalti_data.visits import visits_at
 
-_SHOWN = 10  # broken samples per dataset, in text
+_SHOWN = 10  # lines of a list, in text
 _DEFAULT_ALIGNMENT = 64
 _UNPROCESSED = {"ignore_unknown_options": True, "help_option_names": ["--help"]}
 _ARGUMENTS = click.argument("arguments", metavar="[CONFIG] [--OPTION=VALUE]...", nargs=-1, type=click.UNPROCESSED)
@@ -55,36 +58,44 @@ def dataset() -> None:
 
 @dataset.command(
     context_settings=_UNPROCESSED,
-    examples=("smalti dataset scan --instance_data_dir=photos", "smalti dataset scan config.toml --json"),
+    examples=("smalti dataset scan --instance_data_dir=photos", "smalti dataset scan config.toml --full --json"),
 )
 @_ARGUMENTS
+@click.option("--full", is_flag=True, help="Decode every image, which finds files that are damaged behind their headers.")
 @_JSON
 @_PROGRESS
-def scan(arguments: tuple[str, ...], as_json: bool, shows: bool) -> None:
-    """List images per dataset, unusable files and the reason. Reads only image headers."""
+def scan(arguments: tuple[str, ...], full: bool, as_json: bool, shows: bool) -> None:
+    """List images per dataset, unusable files and the reason, and held-out images that are trained on.
+
+    Reads only the headers of images, except with --full.
+    """
     config, plugins = _load(arguments)
     catalog = catalog_of(plugins)
     specs, directory = dataset_specs(config, catalog), _directory(config)
-    found = [
-        *build_datasets(specs, catalog, directory, _progress(shows)),
-        *build_datasets(specs, catalog, directory, _progress(shows), kind="eval"),
-    ]
+    training = build_datasets(specs, catalog, directory, _progress(shows))
+    held_out = build_datasets(specs, catalog, directory, _progress(shows), kind="eval")
+    found, progress = [*training, *held_out], _progress(shows)
+    damaged = [tuple(damaged_images(one, progress(one.spec.id) if progress else None)) if full else () for one in found]
+    seen = trained_on(training, held_out)
     if as_json:
-        _show({"datasets": [_described(one) for one in found], "traffic": report.traffic(found)})
+        datasets = [_described(one, images) for one, images in zip(found, damaged, strict=True)]
+        same = [{"held_out": one, "training": other} for one, other in seen.items()]
+        _show({"datasets": datasets, "full": full, "held_out_in_training": same, "traffic": report.traffic(found)})
         return
-    for one in found:
-        broken = one.index.quarantined
-        click.echo(
-            f"{one.spec.id}: {len(one.index) - one.index.unusable} images, {len(broken)} unusable ({one.storage.location})"
-        )
-        for item in broken[:_SHOWN]:
-            click.echo(f"    {item.key}: {item.reason}")
-        if len(broken) > _SHOWN:
-            click.echo(f"    and {len(broken) - _SHOWN} more")
+    for one, images in zip(found, damaged, strict=True):
+        unusable = (*one.index.quarantined, *images)
+        click.echo(f"{one.spec.id}: {len(one.index) - len(unusable)} images, {len(unusable)} unusable ({one.storage.location})")
+        _list([f"{item.key}: {item.reason}" for item in unusable])
         for notice in one.notices:
             click.echo(f"    note: {notice}")
+    if seen:
+        what = counted(len(seen), "held-out image is", "held-out images are")
+        click.echo(f"{what} also trained on: size and first 16 KiB of the files are the same")
+        _list([f"{one} is {other}" for one, other in seen.items()])
     for line in report.traffic_lines(found):
         click.echo(line)
+    if not full:
+        click.echo("only the headers of images were read; --full decodes every image")
 
 
 @dataset.command(
@@ -203,13 +214,21 @@ def _progress(shows: bool = False) -> Scan | None:
     return of if shows or sys.stderr.isatty() else None
 
 
-def _described(one: Dataset) -> dict[str, object]:
+def _list(lines: Sequence[str]) -> None:
+    for line in lines[:_SHOWN]:
+        click.echo(f"    {line}")
+    if len(lines) > _SHOWN:
+        click.echo(f"    and {len(lines) - _SHOWN} more")
+
+
+def _described(one: Dataset, damaged: Sequence[Quarantined]) -> dict[str, object]:
+    unusable = (*one.index.quarantined, *damaged)
     return {
         "id": one.spec.id,
         "location": one.storage.location,
         "images": len(one.index),
-        "usable": len(one.index) - one.index.unusable,
-        "quarantined": [{"key": item.key, "reason": item.reason} for item in one.index.quarantined],
+        "usable": len(one.index) - len(unusable),
+        "quarantined": [{"key": item.key, "reason": item.reason} for item in unusable],
         "notices": list(one.notices),
     }
 

@@ -373,5 +373,4 @@ def orientation(image: Image.Image) -> int:
 
 def _size(data: bytes) -> tuple[int, int]:
     with open_image(data) as image:
-        width, height = image.size
-        return (height, width) if orientation(image) in _SWAPPED else (width, height)
+        return image.size[::-1] if orientation(image) in _SWAPPED else image.size

@@ -144,10 +144,8 @@ class Rows:
             return listed.width, listed.height, listed.content or 0
         if old and old["etag"] == listed.etag:
             return old["width"], old["height"], old["content"]
-        if listed.place:
-            header = read_header(partial(self.source.read_range, listed.place), listed.size)
-        else:
-            header = read_header(partial(self.storage.read_range, listed.key), listed.size)
+        from_source, from_storage = partial(self.source.read_range, listed.place), partial(self.storage.read_range, listed.key)
+        header = read_header(from_source if listed.place else from_storage, listed.size)
         return header.width, header.height, header.content
 
 

@@ -23,6 +23,10 @@ _SILENCE = 15.0
 _TRANSIENT = (408, 425, 429, 500, 502, 503, 504)
 _MOVED = (301, 302, 303, 307, 308)
 _MOST_REDIRECTS = 10
+_ATTEMPTS_IN_SILENCE = 3
+"""At a host that does not answer at all: there each attempt may take as long as the deadline."""
+_ANSWERED = (ConnectionResetError, httpcore2.ReadError, httpcore2.WriteError, httpcore2.ProtocolError)
+"""What a server does that is there."""
 _PASSING = (OSError, ImportError, httpcore2.NetworkError, httpcore2.ProtocolError, httpcore2.ProxyError)
 """An ImportError is a SOCKS proxy whose package is missing: it says nothing about the file."""
 
@@ -38,23 +42,24 @@ class FailedError(Exception):
 class _AgainError(Exception):
     """An attempt failed for a reason that may pass."""
 
-    def __init__(self, message: str, retry_after: float = 0.0) -> None:
+    def __init__(self, message: str, retry_after: float = 0.0, *, answered: bool = True) -> None:
         super().__init__(message)
         self.retry_after = retry_after
+        self.answered = answered
 
 
 @dataclass(frozen=True, kw_only=True)
 class Client:
     """Downloads files. Safe to use from several threads at once.
 
-    `seconds` limits an attempt, `most_bytes` the file. The proxies of the environment are used; then the proxy decides which
-    addresses can be reached. `first_wait` is the longest wait in seconds before the second attempt; it doubles each time, and
-    the waits are drawn between 0 and that.
+    `seconds` limits an attempt, `most_bytes` the file. A host that does not answer gets fewer `attempts`. The proxies of the
+    environment are used; then the proxy decides which addresses can be reached. `first_wait` is the longest wait in seconds
+    before the second attempt; it doubles each time, and the waits are drawn between 0 and that.
     """
 
     most_bytes: int
     seconds: float = 60.0
-    attempts: int = 3
+    attempts: int = 6
     private_addresses: bool = False
     first_wait: float = 1.0
     _tls: ssl.SSLContext = field(default_factory=ssl.create_default_context, init=False, repr=False)
@@ -66,8 +71,8 @@ class Client:
             try:
                 return self._attempt(url)
             except _AgainError as error:
-                if attempt + 1 == self.attempts:
-                    raise FailedError(f"{error}, in {self.attempts} attempts") from error
+                if attempt + 1 >= (self.attempts if error.answered else min(self.attempts, _ATTEMPTS_IN_SILENCE)):
+                    raise FailedError(f"{error}, in {attempt + 1} attempts") from error
                 wait = random.uniform(0, min(_LONGEST_WAIT, self.first_wait * 2**attempt))
                 time.sleep(max(wait, min(_LONGEST_WAIT, error.retry_after)))
         raise AssertionError("at least one attempt")
@@ -81,12 +86,12 @@ class Client:
         except (ValueError, httpx2.InvalidURL) as error:
             raise RefusedError(str(error)) from error
         except (TimeoutError, httpcore2.TimeoutException) as error:
-            raise _AgainError("the server took too long") from error
+            raise _AgainError("the server took too long", answered=False) from error
         except _PASSING as error:
             reason = _innermost(error)
             if isinstance(reason, ssl.SSLCertVerificationError):
                 raise RefusedError(str(reason)) from error
-            raise _AgainError(str(reason) or type(reason).__name__) from error
+            raise _AgainError(str(reason) or type(reason).__name__, answered=isinstance(error, _ANSWERED)) from error
 
     async def _download(self, url: httpx2.URL) -> bytes:
         agent = [("User-Agent", f"smalti/{version('smalti')}"), ("Accept-Encoding", "identity")]
@@ -130,7 +135,7 @@ class Client:
         try:
             found = httpx2.Proxy(address if "://" in address else f"http://{address}")
         except (ValueError, httpx2.InvalidURL) as error:
-            raise _AgainError(str(error)) from error
+            raise _AgainError(str(error), answered=False) from error
         proxy = httpcore2.Proxy(str(found.url), auth=found.raw_auth)
         return httpcore2.AsyncConnectionPool(ssl_context=self._tls, proxy=proxy)
 
