@@ -18,7 +18,7 @@ from pathlib import Path
 import psutil
 
 from smalti.errors import PreflightError
-from smalti.system import FOLDER_VARIABLE, Process, preallocate
+from smalti.system import FOLDER_VARIABLE, Process, load_json, preallocate, read_regular
 
 _PREFIX = "smalti-"
 _OWNER = "owner.json"
@@ -62,7 +62,7 @@ def _owner(folder: Path) -> Process | None:
     try:
         if not all(_is_own(path, kind) for path, kind in ((folder, stat.S_ISDIR), (folder / _OWNER, stat.S_ISREG))):
             return None
-        return Process(**json.loads((folder / _OWNER).read_bytes()))
+        return Process(**load_json(read_regular(folder / _OWNER)))
     except (OSError, ValueError, TypeError):
         return None
 

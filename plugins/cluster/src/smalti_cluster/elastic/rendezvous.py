@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from smalti import ExitCode
-from smalti.system import FOLDER_VARIABLE, preallocate, read_exit_reports, read_hooks, read_killed
+from smalti.system import FOLDER_VARIABLE, load_json, preallocate, read_exit_reports, read_hooks, read_killed
 from smalti_cluster.elastic.messages import GroupEnd, Place
 from smalti_cluster.elastic.policy import decide, fault_of_node
 from smalti_cluster.nodes.node_watch import begin_watch, end_watch
@@ -201,7 +201,7 @@ class GroupMember:
         lost: set[int] = set()
         posts: dict[int, dict[str, Any]] = {}
         while waiting := here.keys() - posts.keys() - lost:
-            posts |= {each: json.loads(store.get(f"{_ENDED}{each}")) for each in waiting if store.check([f"{_ENDED}{each}"])}
+            posts |= {each: load_json(store.get(f"{_ENDED}{each}")) for each in waiting if store.check([f"{_ENDED}{each}"])}
             holder.sync()
             state = holder.state
             alive = {repr(node) for node in (*state.participants, *state.wait_list, *state.redundancy_list)}
