@@ -43,16 +43,15 @@ def parse_mapping(path: Path, text: str) -> dict[str, object]:
 
 def parse_value(path: Path, text: str) -> object:
     """What a TOML, JSON or YAML text says, whatever it is. Raises UserError with the place of a syntax error."""
-    ending = path.suffix.lower()
-    if ending not in _PARSERS:
-        raise UserError(f"{path}: unknown kind of configuration file {ending!r}", fix="use .toml, .json, .yaml or .yml")
+    kind = path.suffix[1:].upper().replace("YML", "YAML")
+    if kind not in _PARSERS:
+        raise UserError(f"{path}: unknown kind of configuration file {path.suffix!r}", fix="use .toml, .json, .yaml or .yml")
     try:
-        return _PARSERS[ending](text)
+        return _PARSERS[kind](text)
     except json.JSONDecodeError as error:
         reason = f"{error.msg} at line {error.lineno}, column {error.colno}"
     except ValueError as error:
         reason = str(error)
-    kind = "YAML" if ending == ".yml" else ending[1:].upper()
     raise UserError(f"{path} is not valid {kind}: {reason}", fix="fix the syntax error")
 
 
@@ -78,12 +77,7 @@ def _parse_yaml(text: str) -> object:
     return {} if value is None else value
 
 
-_PARSERS: Mapping[str, Callable[[str], object]] = {
-    ".toml": load_toml,
-    ".json": lambda text: parse_json(text.encode()),
-    ".yaml": _parse_yaml,
-    ".yml": _parse_yaml,
-}
+_PARSERS: Mapping[str, Callable[[str], object]] = {"TOML": load_toml, "JSON": parse_json, "YAML": _parse_yaml}
 
 
 def variables_in(value: object) -> frozenset[str]:

@@ -5,7 +5,6 @@ A group of options is a pydantic model; a plugin declares it and reads it back, 
 
 from __future__ import annotations
 
-import json
 import os
 import types as python_types
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -123,7 +122,7 @@ def _one_or_many(value: object) -> object:
     if not isinstance(value, str):
         return value
     if value.lstrip().startswith("["):
-        with suppress(json.JSONDecodeError):  # "[soft light] a cat" is a prompt
+        with suppress(ValueError):  # "[soft light] a cat" is a prompt
             return load_json(value)
     return [value]
 

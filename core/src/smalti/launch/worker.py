@@ -5,6 +5,7 @@ Importing this module imports no torch.
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import sys
@@ -30,9 +31,7 @@ from smalti.system import (
     importing,
     keep_imports,
     launched,
-    load_json,
     raise_open_files_limit,
-    read_regular,
     record_hook_in,
     write_exit_report,
 )
@@ -94,7 +93,7 @@ def load_run(directory: Path) -> tuple[Config, Plugins]:
     run = RunDirectory(directory)
     waiting = run.next_of(run.launch_file)
     latest = waiting if waiting.exists() else run.launch_file
-    launch: Mapping[str, Any] = load_json(read_regular(latest))
+    launch: Mapping[str, Any] = json.loads(latest.read_text())
     if os.environ.get(DIGEST_VARIABLE, launch["digest"]) != launch["digest"]:
         raise UserError(
             f"another launch in {directory} has other options than this one",
@@ -108,7 +107,7 @@ def load_run(directory: Path) -> tuple[Config, Plugins]:
             f"this node has other plugins than the launcher: {', '.join(plugins.versions)}",
             fix=f"install the same plugins: {', '.join(launch['plugins'])}",
         )
-    for name, (value, why) in load_json(os.environ.get(CHOSEN_VARIABLE, "{}")).items():
+    for name, (value, why) in json.loads(os.environ.get(CHOSEN_VARIABLE, "{}")).items():
         config = config.chosen(name, value, why)
     return config, plugins
 

@@ -27,7 +27,6 @@ import logging
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import islice, takewhile
 from pathlib import Path
@@ -40,7 +39,7 @@ from smalti.errors import ExitCode, UserError
 from smalti.rundir.events import Event, complete_size, read_events, read_events_backwards, seconds_for
 from smalti.rundir.heartbeat import DOUBT_SECONDS, Heartbeat, HeartbeatWatch
 from smalti.rundir.phases import Phase
-from smalti.system import Process, atomic_write, load_json, open_regular, read_regular
+from smalti.system import Process, atomic_write, load_json, read_regular
 
 SCHEMA = 1
 POLL_SECONDS = 0.25
@@ -356,9 +355,8 @@ def find_runs(root: Path, depth: int = 4) -> Iterator[RunDirectory]:
     """The runs at `root` and up to `depth` folders below it, by name. Folders inside a run are not searched."""
     try:
         if (run := RunDirectory(root)).record() is not None:
-            for file in (run.heartbeat_file, run.events_file):
-                with suppress(FileNotFoundError), open_regular(file):
-                    pass  # anything but a file, such as a pipe, is an error
+            if pipes := [file for file in (run.heartbeat_file, run.events_file) if file.exists() and not file.is_file()]:
+                raise OSError(f"{pipes[0]} is not a regular file")
             yield run
             return
         with os.scandir(root) as entries:

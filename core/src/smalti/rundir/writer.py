@@ -434,7 +434,7 @@ def _read_request(path: Path) -> Request | None:
     """Read a request: a JSON object with a `kind` and perhaps `details`. None if the file is anything else."""
     try:
         content: object = load_json(read_regular(path))
-    except (FileNotFoundError, ValueError):
+    except (OSError, ValueError):
         return None
     if not isinstance(content, dict) or not isinstance(kind := content.get("kind"), str):
         return None

@@ -16,7 +16,6 @@ from pathlib import Path
 
 from smalti.errors import ExitCode, GpuFaultError, UserError
 from smalti.system.current_hook import FILE_BYTES as HOOK_FILE_BYTES
-from smalti.system.files import load_json, read_regular
 from smalti.system.signals import Terminated
 
 FOLDER_VARIABLE = "SMALTI_OUTCOME_DIR"
@@ -132,7 +131,7 @@ def read_exit_reports(folder: Path) -> list[ExitReport]:
     found = []
     for path in folder.glob("rank-*.json"):
         try:
-            found.append(ExitReport(**load_json(read_regular(path))))
+            found.append(ExitReport(**json.loads(path.read_text(encoding="utf-8"))))
         except ValueError:
             continue  # the rank was killed while it wrote
     return sorted(found, key=lambda report: report.time)
@@ -141,7 +140,7 @@ def read_exit_reports(folder: Path) -> list[ExitReport]:
 def read_killed(folder: Path) -> dict[int, str]:
     """The names of the signals that killed ranks, by rank, as far as the agent saw them."""
     try:
-        killed = load_json(read_regular(folder / _KILLED))
+        killed = json.loads((folder / _KILLED).read_text(encoding="utf-8"))
     except (FileNotFoundError, ValueError):
         return {}
     return {int(rank): signal.Signals(number).name for rank, number in killed.items()}

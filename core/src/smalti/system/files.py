@@ -17,7 +17,7 @@ import re
 import secrets
 import shutil
 import stat
-from io import BufferedReader
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -168,7 +168,7 @@ def write_json_atomically(path: Path, value: object) -> None:
     atomic_write(path, json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False).encode() + b"\n")
 
 
-def open_regular(path: Path) -> BufferedReader:
+def open_regular(path: Path) -> io.BufferedReader:
     """Open a regular file. Anything else is an OSError: opening or reading a pipe or a device could block forever."""
     file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))  # noqa: SIM115 - returned
     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
@@ -183,25 +183,27 @@ def read_regular(path: Path) -> bytes:
         return file.read()
 
 
-def parse_json(data: bytes) -> object:
+def parse_json(data: bytes | str) -> object:
     """Parse strict JSON: UTF-8, no NaN, no infinities, no duplicate keys. Raises ValueError."""
-    return load_json(data.decode(), object_pairs_hook=_without_duplicates, parse_constant=_refuse, parse_float=_finite)
+    text = data if isinstance(data, str) else data.decode()
+    return load_json(text, object_pairs_hook=_without_duplicates, parse_constant=_refuse, parse_float=_finite)
 
 
 def load_json(data: bytes | str, **hooks: Any) -> Any:
     """`json.loads`, whose only error is ValueError: one for text that is nested too deeply, too."""
-    try:
-        return json.loads(data, **hooks)
-    except RecursionError:
-        raise ValueError("nested too deeply") from None
+    return _shallow(json.loads, data, **hooks)
 
 
 def load_toml(text: str) -> dict[str, Any]:
     """`tomllib.loads`, whose only error is ValueError: one for text that is nested too deeply, too."""
     import tomllib
 
+    return _shallow(tomllib.loads, text)
+
+
+def _shallow(parse: Callable[..., Any], data: bytes | str, **hooks: Any) -> Any:
     try:
-        return tomllib.loads(text)
+        return parse(data, **hooks)
     except RecursionError:
         raise ValueError("nested too deeply") from None
 

@@ -37,7 +37,7 @@ def filter_lines(value: object) -> object:
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"give a list, or a file that can be read: {error}") from error
     if path.suffix.lower() == ".json":
-        return parse_json(content.encode())
+        return parse_json(content)
     return [line for line in map(str.strip, content.splitlines()) if line]
 
 

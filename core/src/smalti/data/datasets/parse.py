@@ -6,7 +6,6 @@ What an entry leaves out comes from the global options (`DataDefaults`). Its pat
 
 from __future__ import annotations
 
-import codecs
 import json
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -106,7 +105,7 @@ class DataDefaults:
 def load_backend_config(path: Path) -> list[dict[str, object]]:
     """Returns the entries of a multidatabackend.json, unchecked. Raises ConfigError, with the line of a syntax error."""
     try:
-        content = parse_json(read_regular(path).removeprefix(codecs.BOM_UTF8))
+        content = parse_json(read_regular(path).decode("utf-8-sig"))
     except OSError as error:
         message = f"cannot be read: {error.strerror}"
         raise ConfigError([Problem(message=message, where=str(path), fix="check data_backend_config")]) from error
