@@ -100,13 +100,14 @@ def test_a_table_names_what_belongs_to_the_dataset(tmp_path: Path) -> None:
 def test_a_faulty_table_is_told_with_its_lines(tmp_path: Path) -> None:
     image(tmp_path / "a.png")
     (tmp_path / "metadata.jsonl").write_text(
-        '{"filename": "a.png"}\n{oops\n{"caption": 1}\n{"filename": "b", "width": "wide"}\n'
+        '{"filename": "a.png"}\n{oops\n{"caption": 1}\n{"filename": "b", "width": "wide"}\n' + "[" * 100_000 + "\n"
     )
 
     with pytest.raises(ConfigError) as caught:
         build(tmp_path)
 
-    assert [problem.where.rpartition(", ")[2] for problem in caught.value.problems] == ["line 2", "line 3", "line 4"]
+    assert [problem.where.rpartition(", ")[2] for problem in caught.value.problems] == ["line 2", "line 3", "line 4", "line 5"]
+    assert caught.value.problems[-1].message == "nested too deeply"
 
 
 def test_a_table_with_other_columns_is_reported_with_their_names(tmp_path: Path) -> None:

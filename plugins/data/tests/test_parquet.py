@@ -2,6 +2,7 @@
 
 import io
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -172,3 +173,12 @@ def test_reading_in_a_shuffled_order_is_refused_with_its_cost(tmp_path: Path, mo
     for _ in range(2):  # the second scan finds nothing changed
         with pytest.raises(ConfigError, match=r"costs its row group: 0\.0 MB, for a batch of 8 0\.0 GB"):
             CliRunner().invoke(dataset, arguments, catch_exceptions=False)
+
+
+def test_a_table_that_is_a_pipe_is_told_and_not_waited_for(tmp_path: Path) -> None:
+    (tmp_path / "pets").mkdir()
+    os.mkfifo(tmp_path / "table.parquet")
+    os.mkfifo(tmp_path / "pets/metadata.parquet")
+    for path in (str(tmp_path / "table.parquet"), "metadata.parquet"):
+        with pytest.raises(UserError, match="not a regular file"):
+            list(open_parquet(spec_of(path=path), LocalStorage(tmp_path / "pets")).list())

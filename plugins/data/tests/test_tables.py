@@ -1,6 +1,7 @@
 """Tables of captions: joined with the files of a folder, in bounded memory, with the same result as a dictionary."""
 
 import csv
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -178,3 +179,12 @@ def test_any_join_is_the_same_as_with_a_dictionary(tmp_path_factory, rows, files
 
 def lines(path: Path) -> list[str]:
     return sorted(path.read_text().splitlines()) if path.exists() else []
+
+
+def test_a_table_that_is_a_pipe_is_told_and_not_waited_for(pets, tmp_path) -> None:
+    os.mkfifo(tmp_path / "table.csv")
+    with pytest.raises(UserError, match=r"table\.csv cannot be read: not a regular file"):
+        listed(pets, metadata_options={"path": str(tmp_path / "table.csv")})
+    os.mkfifo(pets / "metadata.csv")
+    with pytest.raises(UserError, match="Empty CSV file"):
+        listed(pets)

@@ -2,6 +2,7 @@
 
 import io
 import json
+import os
 import random
 import tarfile
 from collections.abc import Iterator
@@ -221,3 +222,18 @@ def test_members_are_those_of_tarfile(tmp_path: Path, form: int) -> None:
     damaged[expected[1].offset - 512] ^= 0xFF
     with pytest.raises(DamagedTarError):
         list(members(lambda at, length: bytes(damaged[at : at + length]), len(data)))
+
+
+def test_a_shard_that_is_a_pipe_is_told_and_not_waited_for(tmp_path: Path) -> None:
+    shard(tmp_path / "a.tar", {"cat.jpg": image(9, 9), "cat.txt": b"a cat"})
+    os.mkfifo(tmp_path / "b.tar")
+    with pytest.raises(UserError, match=r"b\.tar.* not a regular file"):
+        list(source(tmp_path).list())
+
+
+def test_a_caption_that_is_nested_too_deeply_sets_its_sample_aside(tmp_path: Path) -> None:
+    files = {"bad.jpg": image(9, 9), "bad.json": b"[" * 100_000, "good.jpg": image(9, 9), "good.json": b'{"caption": "a cat"}'}
+    shard(tmp_path / "a.tar", files)
+    made = source(tmp_path)
+    index = build_index(made._spec, LocalStorage(tmp_path), made)
+    assert [(item.key, item.reason) for item in index.quarantined] == [("a.tar/bad.jpg", "no caption in the webdataset table")]

@@ -2,6 +2,7 @@
 
 import json
 from contextlib import suppress
+from pathlib import Path
 
 import pytest
 import torch
@@ -236,3 +237,9 @@ def test_a_run_on_two_sharded_ranks_starts_from_the_file_and_resumes_and_exports
         down, up = (found[f"transformer.{layer}.lora_{each}.weight"] for each in "AB")
         torch.testing.assert_close(up @ down, delta, atol=1e-4, rtol=1e-4)
     assert json.loads((tmp_path / "run" / "launch.json").read_text())["values"]["lora_rank"] == RANK
+
+
+@pytest.mark.parametrize(("name", "reason"), [("a" * 3000, "opened: File name too long"), ("none", "none does not exist")])
+def test_a_name_without_a_file_is_told(name, reason):
+    with pytest.raises(UserError, match=reason):
+        AdapterHeader(Path(name))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -97,6 +98,26 @@ def test_the_listing_for_machines_is_strict_json(tmp_path: Path) -> None:
     (row,) = json.loads(smalti_run("ls", tmp_path, "--json").stdout)
     assert (row["path"], row["step"], row["max_steps"], row["loss"]) == (str(tmp_path / "a"), 1, 5, "NaN")
     assert row["status"]["condition"] == "failed"
+
+
+def test_runs_that_cannot_be_read_are_left_out_with_the_reason(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for name in ("deep", "early", "good", "pipe", "pipe_beat", "pipe_events"):
+        with acquire(RunDirectory(tmp_path / name)) as writer:
+            writer.events.append("step", step=1, loss=1)
+    (tmp_path / "deep/run.json").write_text("[" * 100_000)
+    early = tmp_path / "early/run.json"
+    early.write_text(json.dumps({**json.loads(early.read_text()), "started": -1e308}))
+    for name in ("pipe/run.json", "pipe_beat/heartbeat", "pipe_events/events.jsonl"):
+        (tmp_path / name).unlink(missing_ok=True)
+        os.mkfifo(tmp_path / name)
+
+    result = smalti_run("ls", tmp_path, "--json")
+
+    assert (result.exit_code, [row["path"] for row in json.loads(result.stdout)]) == (0, [str(tmp_path / "good")])
+    skipped = [record.getMessage() for record in caplog.records]
+    reasons = ["nested too deeply", "greater than or equal to 0", *["not a regular file"] * 3]
+    assert len(skipped) == len(reasons)
+    assert all(reason in message for reason, message in zip(reasons, skipped, strict=True)), skipped
 
 
 def test_a_folder_without_runs_says_so(tmp_path: Path) -> None:

@@ -1,5 +1,7 @@
 """Reading TOML, JSON and YAML: one table comes out, or one error with the place."""
 
+import os
+
 import pytest
 
 from smalti.config.files import expand, read_mapping
@@ -36,6 +38,13 @@ def test_the_ending_says_how_a_file_is_read(write, name, text):
         ("a.yaml", "a: {b: 1, b: 2}", "the key 'b' occurs twice"),
         ("a.yaml", "- 1", "contains a list, not a table"),
         ("a.yaml", "!!python/object/apply:os.getcwd []", "is not valid YAML"),
+        ("a.toml", "seed = " + "9" * 5000, "is not valid TOML: Exceeds the limit"),
+        ("a.yaml", "seed: " + "9" * 5000, "is not valid YAML: Exceeds the limit"),
+        ("a.yaml", "seed: &all {same: *all}", "found unconstructable recursive node"),
+        ("a.yaml", "seed: &all [*all]", "found unconstructable recursive node"),
+        ("a.toml", "seed = " + "[" * 100_000, "is not valid TOML: nested too deeply"),
+        ("a.json", "[" * 100_000, "is not valid JSON: nested too deeply"),
+        ("a.yaml", "[" * 5000, "is not valid YAML: nested too deeply"),
         ("a.ini", "seed = 1", "unknown kind of configuration file '.ini'"),
     ],
 )
@@ -60,6 +69,14 @@ def test_a_missing_file_a_folder_and_bytes_that_are_no_text_are_told_apart(tmp_p
     for path, told in {"no.toml": "there is no file", ".": "is a folder", "binary.toml": "cannot read"}.items():
         with pytest.raises(UserError, match=told):
             read_mapping(tmp_path / path)
+
+
+def test_a_pipe_and_a_device_are_refused_and_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "pipe.toml")
+    (tmp_path / "zero.toml").symlink_to("/dev/zero")
+    for name in ("pipe.toml", "zero.toml"):
+        with pytest.raises(UserError, match=rf"cannot read .*{name}: .*not a regular file"):
+            read_mapping(tmp_path / name)
 
 
 def test_placeholders_are_replaced_at_any_depth():

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
+import psutil
 import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
 
@@ -174,3 +175,12 @@ def test_each_event_is_one_object_on_one_line_with_type_time_and_step(tmp_path: 
     _write(tmp_path / "e", {"text": "two\nlines"})
     (line,) = (tmp_path / "e").read_text().splitlines()
     assert list(json.loads(line)) == ["type", "t", "step", "text"]
+
+
+def test_a_long_line_is_read_backwards_in_few_pieces(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    _write(path, {"text": "x" * 2_000_000}, {"text": "short"})
+    before = psutil.Process().io_counters().read_count
+    numbers = [event.step for event in read_events_backwards(path, block=64)]
+    assert numbers == [1, 0]
+    assert psutil.Process().io_counters().read_count - before < 100

@@ -3,13 +3,23 @@ import os
 import resource
 import stat
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from blake3 import blake3
 
 from smalti.checkpoint.format.manifest import FileRecord
 from smalti.checkpoint.format.verification import matches, write_with_digest
-from smalti.system.files import atomic_write, parse_bytes, parse_json, write_json_atomically
+from smalti.system.files import (
+    atomic_write,
+    load_json,
+    load_toml,
+    open_regular,
+    parse_bytes,
+    parse_json,
+    read_regular,
+    write_json_atomically,
+)
 
 
 def test_an_atomic_write_replaces_the_whole_file_and_leaves_no_draft(tmp_path):
@@ -84,3 +94,26 @@ def test_a_size_is_read_with_its_unit(text: str, size: int) -> None:
 def test_what_is_no_size_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="is not a size; give one such as"):
         parse_bytes(text)
+
+
+def test_only_regular_files_are_opened_and_nothing_is_waited_for(tmp_path):
+    (tmp_path / "file").write_bytes(b"data")
+    os.mkfifo(tmp_path / "pipe")
+    with open_regular(tmp_path / "file") as file:
+        assert file.read(2) == b"da"
+    assert read_regular(tmp_path / "file") == b"data"
+    for path in (tmp_path / "pipe", Path("/dev/zero")):
+        with pytest.raises(OSError, match=f"not a regular file: '{path}'"):
+            open_regular(path)
+    with pytest.raises(IsADirectoryError):
+        open_regular(tmp_path)
+    with pytest.raises(FileNotFoundError):
+        open_regular(tmp_path / "none")
+
+
+def test_text_that_is_nested_too_deeply_is_a_value_error():
+    assert (load_json(b'{"a": [1]}'), load_toml("a = [1]")) == ({"a": [1]}, {"a": [1]})
+    with pytest.raises(ValueError, match="nested too deeply"):
+        load_json("[" * 100_000)
+    with pytest.raises(ValueError, match="nested too deeply"):
+        load_toml("a = " + "[" * 100_000)

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 import re
-import tomllib
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from pathlib import Path
 
 from smalti.errors import Problem, UserError
-from smalti.system import parse_json
+from smalti.system import load_toml, parse_json, read_regular
 
 PREFIX = "SMALTI_"
 """Of the environment variables that set options."""
@@ -27,7 +26,7 @@ def read_mapping(path: Path) -> dict[str, object]:
 def read_text(path: Path) -> str:
     """The text of a file, with its line ends as they are. Raises UserError when there is no such text file."""
     try:
-        return path.read_bytes().decode("utf-8-sig")
+        return read_regular(path).decode("utf-8-sig")
     except FileNotFoundError:
         raise UserError(f"there is no file {path}", fix="check the path; relative paths start at the current folder") from None
     except IsADirectoryError:
@@ -46,41 +45,26 @@ def parse_mapping(path: Path, text: str) -> dict[str, object]:
 
 def parse_value(path: Path, text: str) -> object:
     """What a TOML, JSON or YAML text says, whatever it is. Raises UserError with the place of a syntax error."""
+    kind = path.suffix[1:].upper().replace("YML", "YAML")
+    if kind not in _PARSERS:
+        raise UserError(f"{path}: unknown kind of configuration file {path.suffix!r}", fix="use .toml, .json, .yaml or .yml")
     try:
-        return _parsed(path, text)
-    except RecursionError:
-        raise UserError(f"{path} is nested too deeply", fix="no option needs that many brackets") from None
-
-
-def _parsed(path: Path, text: str) -> object:
-    ending = path.suffix.lower()
-    if ending == ".toml":
-        try:
-            return tomllib.loads(text)
-        except tomllib.TOMLDecodeError as error:
-            raise UserError(f"{path} is not valid TOML: {error}", fix="fix the syntax error") from None
-    if ending == ".json":
-        return _parse_json(path, text)
-    if ending in (".yaml", ".yml"):
-        return _parse_yaml(path, text)
-    raise UserError(f"{path}: unknown kind of configuration file {ending!r}", fix="use .toml, .json, .yaml or .yml")
-
-
-def _parse_json(path: Path, text: str) -> object:
-    try:
-        return parse_json(text.encode())
+        return _PARSERS[kind](text)
     except json.JSONDecodeError as error:
-        place = f"line {error.lineno}, column {error.colno}"
-        raise UserError(f"{path} is not valid JSON: {error.msg} at {place}", fix="fix the syntax error") from None
+        reason = f"{error.msg} at line {error.lineno}, column {error.colno}"
     except ValueError as error:
-        raise UserError(f"{path}: {error}", fix="fix that entry") from None
+        reason = str(error)
+    raise UserError(f"{path} is not valid {kind}: {reason}", fix="fix the syntax error")
 
 
-def _parse_yaml(path: Path, text: str) -> object:
+def _parse_yaml(text: str) -> object:
     import yaml
 
     class Loader(yaml.SafeLoader):
-        """Refuses a key that occurs twice, which YAML forbids and PyYAML accepts."""
+        """Refuses a key that occurs twice, which YAML forbids and PyYAML accepts, and a value that contains itself."""
+
+        def construct_object(self, node: yaml.Node, deep: bool = False) -> object:
+            return super().construct_object(node, deep=True)  # which refuses what refers to itself
 
         def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, object]:
             keys = [self.construct_object(key, deep=True) for key, _ in node.value if key.tag != "tag:yaml.org,2002:merge"]
@@ -90,9 +74,12 @@ def _parse_yaml(path: Path, text: str) -> object:
 
     try:
         value: object = yaml.load(text, Loader)
-    except yaml.YAMLError as error:
-        raise UserError(f"{path} is not valid YAML: {error}", fix="fix the syntax error") from None
+    except (yaml.YAMLError, RecursionError) as error:
+        raise ValueError("nested too deeply" if isinstance(error, RecursionError) else str(error)) from None
     return {} if value is None else value
+
+
+_PARSERS: Mapping[str, Callable[[str], object]] = {"TOML": load_toml, "JSON": parse_json, "YAML": _parse_yaml}
 
 
 def variables_in(value: object) -> frozenset[str]:

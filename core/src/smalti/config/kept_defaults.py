@@ -6,11 +6,12 @@ A value from any source overrides them.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from smalti.system import load_json, read_regular
 
 if TYPE_CHECKING:
     from smalti.rundir import RunDirectory
@@ -51,7 +52,7 @@ def _of_run(directory: RunDirectory, notices: list[str]) -> Kept | None:
     try:
         if directory.latest("step") is None:
             return None
-        launch: object = json.loads(directory.launch_file.read_bytes())
+        launch: object = load_json(read_regular(directory.launch_file))
     except OSError:
         return None  # there is no run that could be read; whatever needs the directory will say so
     except ValueError as error:

@@ -5,7 +5,6 @@ A group of options is a pydantic model; a plugin declares it and reads it back, 
 
 from __future__ import annotations
 
-import json
 import os
 import types as python_types
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -20,6 +19,7 @@ from pydantic.fields import FieldInfo
 
 from smalti.config.known_packages import package_of_command, package_of_option
 from smalti.errors import InvalidOptionError, Problem, UserError
+from smalti.system import load_json
 
 LARGEST = 2**63 - 1
 """The largest integer that an option may have."""
@@ -113,7 +113,7 @@ def _split(value: object) -> object:
         return value
     text = value.strip()
     if text.startswith("["):
-        return json.loads(text)
+        return load_json(text)
     return [part.strip() for part in text.split(",") if part.strip()]
 
 
@@ -122,17 +122,15 @@ def _one_or_many(value: object) -> object:
     if not isinstance(value, str):
         return value
     if value.lstrip().startswith("["):
-        try:
-            return json.loads(value)
-        except json.JSONDecodeError:
-            return [value]  # "[soft light] a cat" is a prompt
+        with suppress(ValueError):  # "[soft light] a cat" is a prompt
+            return load_json(value)
     return [value]
 
 
 def _tables(value: object) -> object:
     """Tables from JSON; a single one is a list of one."""
     if isinstance(value, str) and value.lstrip().startswith(("[", "{")):
-        value = json.loads(value)
+        value = load_json(value)
     return _without_null([value] if isinstance(value, Mapping) else value)
 
 

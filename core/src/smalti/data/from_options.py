@@ -29,7 +29,7 @@ from smalti.errors import ConfigError, PreflightError, Problem
 from smalti.hookspecs import HookSpecs
 from smalti.plugins import Plugins, choose_distributed, create
 from smalti.rundir import Phases, RunDirectory
-from smalti.system import atomic_write
+from smalti.system import atomic_write, load_json, read_regular
 from smalti.types import ScanEntry
 
 Scan = Callable[[str], Progress]
@@ -217,7 +217,7 @@ def scan_progress(phases: Phases) -> Scan:
 def was_scanned(directory: Path, attempt: float) -> bool:
     """Whether the indexes in `directory` are, unchanged, those that this attempt of the run has written."""
     try:
-        note: object = json.loads((directory / _SCAN_NOTE).read_bytes())
+        note: object = load_json(read_regular(directory / _SCAN_NOTE))
     except (OSError, ValueError):
         return False
     return note == {"attempt": attempt, "indexes": _indexes(directory)}

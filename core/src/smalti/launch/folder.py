@@ -8,9 +8,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import stat
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -18,7 +17,7 @@ from pathlib import Path
 import psutil
 
 from smalti.errors import PreflightError
-from smalti.system import FOLDER_VARIABLE, Process, preallocate
+from smalti.system import FOLDER_VARIABLE, Process, load_json, preallocate, read_regular
 
 _PREFIX = "smalti-"
 _OWNER = "owner.json"
@@ -59,14 +58,10 @@ def remove_abandoned(place: Path) -> None:
 
 def _owner(folder: Path) -> Process | None:
     """The process that created a folder; None if it belongs to another user, or is not a folder of a launch."""
+    file = folder / _OWNER
     try:
-        if not all(_is_own(path, kind) for path, kind in ((folder, stat.S_ISDIR), (folder / _OWNER, stat.S_ISREG))):
+        if any(path.is_symlink() or path.lstat().st_uid != os.geteuid() for path in (folder, file)):
             return None
-        return Process(**json.loads((folder / _OWNER).read_bytes()))
+        return Process(**load_json(read_regular(file)))
     except (OSError, ValueError, TypeError):
         return None
-
-
-def _is_own(path: Path, kind: Callable[[int], bool]) -> bool:
-    status = path.lstat()
-    return kind(status.st_mode) and status.st_uid == os.geteuid()

@@ -6,7 +6,6 @@ resumed. Importing this module imports no torch.
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from functools import cache
@@ -18,6 +17,7 @@ from smalti.config import AUTOMATIC, Config, LaunchOptions, TrainingOptions
 from smalti.errors import UserError
 from smalti.parallel.devices import accelerator_kind, native_bf16
 from smalti.rundir import RunDirectory
+from smalti.system import load_json, read_regular
 
 NAME = "mixed_precision"
 Products = Literal["bf16", "tf32", "fp32"]
@@ -67,8 +67,8 @@ def _of_run(directory: RunDirectory, *, several: bool) -> str | None:
     """What a run that has made steps was launched with; what machine 0 has decided, of one that has not; else None."""
     if directory.latest("step") is not None and directory.launch_file.exists():
         try:
-            return cast(str, json.loads(directory.launch_file.read_bytes())["values"][NAME])
-        except (ValueError, KeyError, TypeError) as error:
+            return cast(str, load_json(read_regular(directory.launch_file))["values"][NAME])
+        except (OSError, ValueError, KeyError, TypeError) as error:
             message = f"{directory.launch_file} does not say in which precision the run computes: {error!r}"
             raise UserError(message, fix="--mixed_precision=bf16, or =no: as the run has had it so far") from error
     record = directory.record() if several else None

@@ -30,16 +30,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice, takewhile
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 from uuid import uuid4
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import Field, TypeAdapter, ValidationError
 
 from smalti.errors import ExitCode, UserError
 from smalti.rundir.events import Event, complete_size, read_events, read_events_backwards, seconds_for
 from smalti.rundir.heartbeat import DOUBT_SECONDS, Heartbeat, HeartbeatWatch
 from smalti.rundir.phases import Phase
-from smalti.system import Process, atomic_write
+from smalti.system import Process, atomic_write, load_json, read_regular
 
 SCHEMA = 1
 POLL_SECONDS = 0.25
@@ -56,6 +56,7 @@ RUN_KIND = "smalti-run"
 _RATE_STEPS = 32
 RESTARTING = "restarting"
 """The state between two generations of a group of nodes: the run goes on."""
+_Time = Annotated[float, Field(ge=0, lt=1e11)]  # that calendars have
 _log = logging.getLogger(__name__)
 
 
@@ -68,13 +69,13 @@ class RunRecord:
 
     id: str
     name: str
-    created: float
+    created: _Time
     config_digest: str
     world_size: int
-    started: float | None = None
+    started: _Time | None = None
     process: Process | None = None
     mixed_precision: str | None = None
-    training_since: float | None = None
+    training_since: _Time | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,7 +179,7 @@ class RunDirectory:
     def record(self) -> RunRecord | None:
         """The content of run.json; None if there is none, or one of another program. Raises UserError if it cannot be used."""
         try:
-            content: object = json.loads(self.record_file.read_bytes())
+            content: object = load_json(read_regular(self.record_file))
         except FileNotFoundError:
             return None
         except ValueError as error:
@@ -197,12 +198,12 @@ class RunDirectory:
     def heartbeat(self) -> Heartbeat | None:
         """The heartbeat; None if the run ended cleanly or was never started."""
         try:
-            content = self.heartbeat_file.read_bytes()
+            content = read_regular(self.heartbeat_file)
             touched = self.heartbeat_file.stat().st_mtime
         except FileNotFoundError:
             return None
         try:
-            return _HEARTBEAT.validate_python({**json.loads(content), "touched": touched})
+            return _HEARTBEAT.validate_python({**load_json(content), "touched": touched})
         except (ValueError, TypeError):
             return Heartbeat(process=None, started=touched, touched=touched)
 
@@ -353,8 +354,10 @@ def overview(samples: Path) -> Path:
 def find_runs(root: Path, depth: int = 4) -> Iterator[RunDirectory]:
     """The runs at `root` and up to `depth` folders below it, by name. Folders inside a run are not searched."""
     try:
-        if RunDirectory(root).record() is not None:
-            yield RunDirectory(root)
+        if (run := RunDirectory(root)).record() is not None:
+            if pipes := [file for file in (run.heartbeat_file, run.events_file) if file.exists() and not file.is_file()]:
+                raise OSError(f"{pipes[0]} is not a regular file")
+            yield run
             return
         with os.scandir(root) as entries:
             folders = sorted(entry.name for entry in entries if entry.is_dir(follow_symlinks=False))

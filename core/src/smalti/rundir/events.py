@@ -21,6 +21,8 @@ from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import BinaryIO, Literal, cast
 
+from smalti.system import load_json, open_regular
+
 EventKind = (
     Literal["state", "phase", "step", "metric", "sample", "eval", "checkpoint", "memory"]
     | Literal["log", "warning", "health", "error", "control_ack", "generation"]
@@ -137,7 +139,7 @@ class EventWriter:
 def read_events(path: Path, offset: int = 0) -> Iterator[Event]:
     """The complete lines of a file from byte `offset` on, which must be 0 or an event's `end`. Nothing if there is no file."""
     try:
-        file = path.open("rb")
+        file = open_regular(path)
     except FileNotFoundError:
         return
     with file:
@@ -153,10 +155,10 @@ def read_events(path: Path, offset: int = 0) -> Iterator[Event]:
 def read_events_backwards(path: Path, block: int = 1 << 16) -> Iterator[Event]:
     """The complete lines of a file, last one first: the end of a long history without reading the rest.
 
-    Reads `block` bytes at a time.
+    Reads `block` bytes at a time, and more of a line that is longer.
     """
     try:
-        file = path.open("rb")
+        file = open_regular(path)
     except FileNotFoundError:
         return
     with file:
@@ -169,6 +171,8 @@ def read_events_backwards(path: Path, block: int = 1 << 16) -> Iterator[Event]:
             rest = file.read(size) + rest
             # The first line may begin before this block; the last one has no newline yet, or is empty.
             first, *pieces = rest.split(b"\n")
+            if len(pieces) < 2:
+                block *= 2  # a long line costs linear time
             if not pieces:
                 continue
             end = start + len(rest) - len(pieces.pop())
@@ -194,8 +198,8 @@ def _parse(line: bytes, offset: int) -> Event | None:
     end = offset + len(line) + 1
     text = line.decode("utf-8", "replace")
     try:
-        fields: object = json.loads(text)
-    except (ValueError, RecursionError):
+        fields: object = load_json(text)
+    except ValueError:
         fields = None
     if isinstance(fields, dict):
         kind, when, step = fields.pop("type", None), _number(fields.pop("t", None)), fields.pop("step", None)

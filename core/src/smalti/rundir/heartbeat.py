@@ -7,13 +7,12 @@ How long a node waits to see what another one has written there is what the pref
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from smalti.system import Process
+from smalti.system import Process, load_json, read_regular
 
 BEAT_SECONDS = 5.0
 STALE_SECONDS = 30.0
@@ -95,7 +94,7 @@ _LEAST_SECONDS, _FACTOR = 2.0, 10.0
 def visible_seconds(directory: Path) -> float:
     """How long files may take to be seen on other nodes; 0 if that was not measured for this run."""
     try:
-        measured = json.loads((directory / PREFLIGHT_REPORT).read_bytes())["measured"]["visible_seconds"]
+        measured = load_json(read_regular(directory / PREFLIGHT_REPORT))["measured"]["visible_seconds"]
     except (OSError, ValueError, TypeError, KeyError):
         return 0.0
     return min(_LONGEST_SECONDS, _LEAST_SECONDS + _FACTOR * measured) if isinstance(measured, float | int) else 0.0

@@ -11,7 +11,6 @@ Until the first step, the launching process answers requests; afterwards the mai
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import threading
@@ -51,7 +50,7 @@ from smalti.rundir.ownership import (
 )
 from smalti.rundir.phases import Phase, Phases
 from smalti.rundir.restoring import Restorer
-from smalti.system import Process
+from smalti.system import Process, load_json, read_regular
 
 ATTEMPT_VARIABLE = "SMALTI_ATTEMPT"
 """The environment variable that identifies the attempt at the run to which a process belongs."""
@@ -434,8 +433,8 @@ class RunWriter:
 def _read_request(path: Path) -> Request | None:
     """Read a request: a JSON object with a `kind` and perhaps `details`. None if the file is anything else."""
     try:
-        content: object = json.loads(path.read_bytes())
-    except (FileNotFoundError, ValueError):
+        content: object = load_json(read_regular(path))
+    except (OSError, ValueError):
         return None
     if not isinstance(content, dict) or not isinstance(kind := content.get("kind"), str):
         return None

@@ -1,4 +1,4 @@
-"""Files that are either complete or absent, and strict JSON.
+"""Files that are either complete or absent, regular files alone, and guarded readers of JSON and TOML.
 
 Everything that must survive a crash is written through the operations below. Each is a single step that has happened or has
 not.
@@ -16,7 +16,10 @@ import os
 import re
 import secrets
 import shutil
+import stat
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 Block = bytes | memoryview
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(?:([KMGT])(I?B)?)?")
@@ -165,10 +168,42 @@ def write_json_atomically(path: Path, value: object) -> None:
     atomic_write(path, json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False).encode() + b"\n")
 
 
-def parse_json(data: bytes) -> object:
+def open_regular(path: Path) -> io.BufferedReader:
+    """Open a regular file. Anything else is an OSError: opening or reading a pipe or a device could block forever."""
+    file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))  # noqa: SIM115 - returned
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
+    return file
+
+
+def read_regular(path: Path) -> bytes:
+    """The content of a regular file. Raises OSError for anything else."""
+    with open_regular(path) as file:
+        return file.read()
+
+
+def parse_json(data: bytes | str) -> object:
     """Parse strict JSON: UTF-8, no NaN, no infinities, no duplicate keys. Raises ValueError."""
+    text = data if isinstance(data, str) else data.decode()
+    return load_json(text, object_pairs_hook=_without_duplicates, parse_constant=_refuse, parse_float=_finite)
+
+
+def load_json(data: bytes | str, **hooks: Any) -> Any:
+    """`json.loads`, whose only error is ValueError: one for text that is nested too deeply, too."""
+    return _shallow(json.loads, data, **hooks)
+
+
+def load_toml(text: str) -> dict[str, Any]:
+    """`tomllib.loads`, whose only error is ValueError: one for text that is nested too deeply, too."""
+    import tomllib
+
+    return _shallow(tomllib.loads, text)
+
+
+def _shallow(parse: Callable[..., Any], data: bytes | str, **hooks: Any) -> Any:
     try:
-        return json.loads(data.decode(), object_pairs_hook=_without_duplicates, parse_constant=_refuse, parse_float=_finite)
+        return parse(data, **hooks)
     except RecursionError:
         raise ValueError("nested too deeply") from None
 

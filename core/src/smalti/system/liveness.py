@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from smalti.system.exit_reports import FOLDER_VARIABLE, exit_report_file, launched
-from smalti.system.files import atomic_write
+from smalti.system.files import atomic_write, load_json, read_regular
 from smalti.system.streams import flush_standard_streams
 
 _EVERY_SECONDS = 1.0
@@ -103,7 +103,7 @@ def read_lost_peers() -> LostPeers:
     """What the agent has written; nothing where no launcher has started this process. Costs one call of the system."""
     folder = os.environ.get(FOLDER_VARIABLE)
     try:
-        values = json.loads((Path(folder) / _FILE).read_bytes()) if folder is not None else {}
+        values = load_json(read_regular(Path(folder) / _FILE)) if folder is not None else {}
     except (OSError, ValueError):
         return LostPeers()
     nodes, ranks = ({int(number): why for number, why in values.get(kind, {}).items()} for kind in ("nodes", "ranks"))

@@ -24,6 +24,7 @@ from smalti.data import (
     Threads,
     TransientStorageError,
 )
+from smalti.system import load_json
 from smalti_cache.directory import Place, default_folder
 from smalti_cache.index_files import HEADERS_AT_ONCE
 from smalti_cache.keys import Key, Keys
@@ -126,7 +127,7 @@ class CachedEncodings:
         """Returns when a run last used or wrote the cache, in seconds since 1970; None if that is not known."""
         times = [self.written()]
         with suppress(MissingFileError, ValueError, KeyError, TypeError):
-            times.append(float(json.loads(self.storage.read(self._prefixed(USED)))["used"]))
+            times.append(float(load_json(self.storage.read(self._prefixed(USED)))["used"]))
         return max((time for time in times if time is not None), default=None)
 
     def written(self) -> float | None:
@@ -195,7 +196,7 @@ class CachedEncodings:
     def problem(self) -> str:
         """Why this may not be the cache of an encoder; "" if it is: the description matches the name of the folder."""
         try:
-            identity = json.loads(self.storage.read(self._prefixed(DESCRIPTION)))
+            identity = load_json(self.storage.read(self._prefixed(DESCRIPTION)))
         except MissingFileError:
             return f"it has no {DESCRIPTION}"
         except ValueError:

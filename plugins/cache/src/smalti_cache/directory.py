@@ -23,6 +23,7 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from smalti.system import load_json
 from smalti_cache.entries import Form, forms_to_text
 from smalti_cache.keys import Key, Keys
 from smalti_cache.pack import BYTES_PER_ENTRY, COLUMNS, DTYPES, Columns, PackIndex
@@ -191,7 +192,7 @@ class Directory:
         packs = dict(sorted(self._packs.items()))
         digest = sha256(json.dumps([packs, self.files]).encode()).hexdigest()[:16]
         path = self._folder / f"{self._name}-{digest}.index"
-        header = {"packs": packs, "files": self.files, "forms": json.loads(forms_to_text(self.forms))}
+        header = {"packs": packs, "files": self.files, "forms": load_json(forms_to_text(self.forms))}
         try:
             if not path.exists():
                 _write(path, header, self._tables)
@@ -306,7 +307,7 @@ def _write(path: Path, header: dict[str, object], tables: Sequence[Columns]) -> 
 def _map(path: Path) -> tuple[dict[str, Any], Columns]:
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
-        header = json.loads(file.read(min(length, path.stat().st_size)))
+        header = load_json(file.read(min(length, path.stat().st_size)))
     if path.stat().st_size != 8 + length + BYTES_PER_ENTRY * header["count"]:
         raise ValueError(f"{path} is incomplete")
     return header, _columns(path, 8 + length, header["count"], "r")

@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from smalti.data import Bucket, PreparedData, StorageError
+from smalti.system import load_json
 from smalti_cache.entries import Form, StoredPart
 from smalti_cache.keys import Key, Keys
 from smalti_cache.pack import PackIndex
@@ -86,7 +87,7 @@ class EarlierParts:
 
     def _open(self, name: str, read: Reader) -> None:
         (length,) = struct.unpack("<Q", read(name, 0, 8))
-        header = json.loads(read(name, 8, length))
+        header = load_json(read(name, 8, length))
         grouped: dict[str, tuple[int, list[StoredPart]]] = {}
         for full, tensor in header.items():
             if full == "__metadata__":

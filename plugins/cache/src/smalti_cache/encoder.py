@@ -42,7 +42,7 @@ from smalti.data import (
 from smalti.models import Encoding, ModelFamily
 from smalti.parallel import Communicator, run_on_all_ranks, run_on_main_rank
 from smalti.rundir import Phases
-from smalti.system import preemption_as_exception
+from smalti.system import load_json, preemption_as_exception
 from smalti_cache.contents import DESCRIPTION, digest_of
 from smalti_cache.directory import default_folder
 from smalti_cache.embedding_cache import CachedLatents, CachedTexts
@@ -203,7 +203,7 @@ class Encoder:
         """Exchange which samples are broken; raises PreflightError if there are too many. *Collective*."""
         found: dict[str, str] = {}
         for answer in run_on_all_ranks(self.communicator, lambda: json.dumps(broken)):
-            found |= json.loads(answer)
+            found |= load_json(answer)
         latents.broken = frozenset(int(sample) for sample in found)
         fix = "fix or remove such files, or raise --data_error_budget"
         count = len(found) + data.unusable
@@ -224,7 +224,7 @@ class Encoder:
             counts = count()
             return json.dumps([counts, sum(len(store.written) for store in stores) > before])
 
-        answers = [json.loads(answer) for answer in run_in_rounds(self.communicator, mine)]
+        answers = [load_json(answer) for answer in run_in_rounds(self.communicator, mine)]
         if any(adopted for _, adopted in answers):
             if self.world.is_main:
                 ProgressLine.say(f"{stores[0]} has entries of an earlier version of smalti, which are used")
@@ -276,13 +276,13 @@ class Encoder:
     def _refresh(self, stores: Sequence[PackStore]) -> None:
         """Open the packs that the main rank lists, on all ranks, when each sees what all have written. *Collective*."""
         answers = run_on_all_ranks(self.communicator, lambda: json.dumps([store.written for store in stores]))
-        written = [[name for some in each for name in some] for each in zip(*map(json.loads, answers), strict=True)]
+        written = [[name for some in each for name in some] for each in zip(*map(load_json, answers), strict=True)]
 
         def listed() -> str:
             found = (store.add_indexes(_list(store, names)) for store, names in zip(stores, written, strict=True))
             return json.dumps(list(found))
 
-        lists: list[dict[str, int]] = json.loads(run_on_main_rank(self.communicator, listed))
+        lists: list[dict[str, int]] = load_json(run_on_main_rank(self.communicator, listed))
         leads = self.world.local_rank == 0
 
         def look(*, leader: bool) -> str:
@@ -322,7 +322,7 @@ def _describe(storage: Storage, key: str, identity: str) -> None:
         try:
             storage.stat(key)
         except MissingFileError:
-            storage.write(key, json.dumps(json.loads(identity), indent=2).encode())
+            storage.write(key, json.dumps(load_json(identity), indent=2).encode())
     except StorageError as error:
         # The option has no effect on an entry that names another storage.
         elsewhere = "--cache_dir=FOLDER" if isinstance(storage, LocalStorage) else error.fix

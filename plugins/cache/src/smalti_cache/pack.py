@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from smalti.checkpoint import Chunk, encode_header
+from smalti.system import load_json
 from smalti_cache.entries import Entry, Form, encode, forms_to_text
 from smalti_cache.keys import Key, Keys
 
@@ -130,10 +131,10 @@ def read_pack(name: str, size: int, read: Callable[[int, int], bytes]) -> PackIn
     for column, kind in COLUMNS.items():
         begin, stop = header[column]["data_offsets"]
         columns[column] = np.frombuffer(start[8 + length + begin : 8 + length + stop], dtype=DTYPES[kind])
-    files = tuple(map(str, json.loads(notes["files"])))
+    files = tuple(map(str, load_json(notes["files"])))
     if not files:
         columns["offset"] = columns["offset"] + np.uint64(8 + length + end)
-    forms = tuple(map(Form.of_json, json.loads(notes["forms"])))
+    forms = tuple(map(Form.of_json, load_json(notes["forms"])))
     return PackIndex(columns=columns, forms=forms, files=files or (name,), packs=_packs(notes))
 
 
@@ -144,7 +145,7 @@ def read_packs(size: int, read: Callable[[int, int], bytes]) -> Mapping[str, int
 
 
 def _packs(notes: Mapping[str, str]) -> Mapping[str, int]:
-    return {str(name): int(size) for name, size in json.loads(notes.get("packs", "{}")).items()}
+    return {str(name): int(size) for name, size in load_json(notes.get("packs", "{}")).items()}
 
 
 def _read_header(size: int, read: Callable[[int, int], bytes]) -> tuple[bytes, int, dict[str, Any]] | None:
@@ -159,7 +160,7 @@ def _read_header(size: int, read: Callable[[int, int], bytes]) -> tuple[bytes, i
         return None
     if len(start) < 8 + length:
         start += read(len(start), 8 + length - len(start))
-    header = json.loads(start[8 : 8 + length])
+    header = load_json(start[8 : 8 + length])
     if not isinstance(header, dict):
         raise ValueError("its header is not an object")
     notes = header["__metadata__"]

@@ -8,6 +8,7 @@ from concurrent.futures import wait
 
 from smalti.data import Threads
 from smalti.parallel import Communicator, run_on_all_ranks
+from smalti.system import load_json
 
 _SECONDS = 5.0
 
@@ -25,6 +26,6 @@ def run_in_rounds(communicator: Communicator, action: Callable[[], str]) -> list
             finished, _ = wait([work], timeout=_SECONDS)
             return json.dumps(work.result() if finished else None)
 
-        while None in (answers := [json.loads(answer) for answer in run_on_all_ranks(communicator, look)]):
+        while None in (answers := [load_json(answer) for answer in run_on_all_ranks(communicator, look)]):
             pass
     return [str(answer) for answer in answers]

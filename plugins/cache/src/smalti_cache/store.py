@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 
 from smalti import UserError
 from smalti.data import IntegrityError, LocalStorage, Storage, StorageError, TransientStorageError
+from smalti.system import load_json
 from smalti_cache.directory import Directory, Place
 from smalti_cache.entries import decode
 from smalti_cache.index_files import SUFFIX, IndexFiles
@@ -287,7 +288,7 @@ class PackStore:
 
     def _read_note(self, name: str) -> None:
         try:
-            note = json.loads(self._storage.read(self._prefix + name))
+            note = load_json(self._storage.read(self._prefix + name))
             high, low = note["key"]
             self._directory.mark_damaged((int(high), int(low)), str(note["file"]), int(note["offset"]))
         except TransientStorageError:

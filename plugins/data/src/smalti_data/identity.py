@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from smalti.data import Storage
+from smalti.system import open_regular
 
 
 def file_identity(path: Path) -> str:
-    """Changes with the content of a file of this machine: its path, size and modification time. Raises OSError."""
-    stat = path.stat()
+    """Changes with the content of a file of this machine: its path, size and time of change. Raises OSError; a pipe is one."""
+    with open_regular(path) as file:
+        stat = os.fstat(file.fileno())
     return f"{path}:{stat.st_size}:{stat.st_mtime_ns}"
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 import posixpath
 from collections.abc import Iterator, Mapping
 from typing import cast
@@ -15,6 +14,7 @@ import pyarrow.json
 
 from smalti import ConfigError, Problem
 from smalti.data import JsonTable
+from smalti.system import load_json
 from smalti_data.tables.columns import Projection, TableColumns
 
 LINES = pa.schema(
@@ -101,7 +101,7 @@ class Lines:
             if not line.strip():
                 continue
             try:
-                rows.append({**_parsed(json.loads(line), self._table, self._caption_names), "line": number})
+                rows.append({**_parsed(load_json(line), self._table, self._caption_names), "line": number})
             except ValueError as error:  # JSON and UTF-8 errors are ValueErrors too
                 self._problems.append(self._problem(str(error), number, names_columns=isinstance(error, _MissingColumnError)))
         texts = [

@@ -22,6 +22,7 @@ from smalti.data import (
     MissingFileError,
     Storage,
 )
+from smalti.system import open_regular
 from smalti_data.identity import file_identity, stored_identity
 from smalti_data.json_lines import LINES, Lines, blocks_of
 from smalti_data.tables.columns import ROWS, TableColumns
@@ -63,7 +64,7 @@ class LineTable(Table):
 
     def _chunks(self) -> Iterator[bytes]:
         if self._path:
-            with self._path.open("rb") as file:
+            with open_regular(self._path) as file:
                 while chunk := file.read(_CHUNK):
                     yield chunk
             return

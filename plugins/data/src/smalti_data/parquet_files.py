@@ -11,6 +11,7 @@ import pyarrow.parquet as pq
 
 from smalti import UserError
 from smalti.data import LocalStorage, Storage
+from smalti.system import open_regular
 from smalti_data.range_file import RangeFile
 
 _BUFFER = 1 << 20
@@ -20,7 +21,12 @@ OpenedParquet = Callable[[], pq.ParquetFile]
 
 def parquet_at(path: Path) -> OpenedParquet:
     """A file of this machine."""
-    return lambda: pq.ParquetFile(path, buffer_size=_BUFFER, pre_buffer=False)
+
+    def opened() -> pq.ParquetFile:
+        open_regular(path).close()  # raises OSError for a pipe, which would be waited for
+        return pq.ParquetFile(path, buffer_size=_BUFFER, pre_buffer=False)
+
+    return opened
 
 
 def parquet_in(storage: Storage, key: str, size: int) -> OpenedParquet:

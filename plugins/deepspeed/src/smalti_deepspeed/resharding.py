@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from smalti.parallel import Communicator
+from smalti.system import load_json
 
 Range = tuple[int, int]
 """First element, and the one after the last."""
@@ -84,7 +85,7 @@ def encode(ranges: Ranges) -> str:
 
 
 def decode(text: str) -> Ranges:
-    return {name: (start, stop) for name, (start, stop) in json.loads(text).items()}
+    return {name: (start, stop) for name, (start, stop) in load_json(text).items()}
 
 
 def exchange(

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from typing import TYPE_CHECKING
 
 from smalti import UserError
+from smalti.system import load_json, read_regular
 from smalti_diffusers.lora.formats import TrainedAdapter, chosen_format, write_adapter
 from smalti_diffusers.lora.merging import merged_weights
 from smalti_diffusers.sources.location import INDEX
@@ -79,7 +79,7 @@ def _write_frozen(family: PipelineFamily, folder: ExportFolder) -> None:
     """Everything of the pipeline but the trained part."""
     components = family.components
     if index := family.pipeline_changes():
-        folder.write_json(INDEX, json.loads((components.folder / INDEX).read_text(encoding="utf-8")) | index)
+        folder.write_json(INDEX, load_json(read_regular(components.folder / INDEX)) | index)
     else:
         folder.copy(components.folder / INDEX, INDEX)
     changes = family.scheduler_changes()

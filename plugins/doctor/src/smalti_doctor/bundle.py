@@ -10,6 +10,7 @@ from pathlib import Path
 
 from smalti import UserError
 from smalti.rundir import RunDirectory
+from smalti.system import load_json
 from smalti_doctor.masking import Mask
 from smalti_doctor.report import Report
 
@@ -80,13 +81,13 @@ def _content(path: Path, mask: Mask) -> str:
         return "\n".join(_line(line, mask) for line in text.split("\n"))  # splitlines would split within strings
     if path.suffix == ".json" or path.name == "heartbeat":
         with suppress(ValueError):
-            return _as_json(json.loads(text), mask)
+            return _as_json(load_json(text), mask)
     return mask.text(text)
 
 
 def _line(line: str, mask: Mask) -> str:
     with suppress(ValueError):
-        return json.dumps(mask.value(json.loads(line)), ensure_ascii=False)
+        return json.dumps(mask.value(load_json(line)), ensure_ascii=False)
     return mask.text(line)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -12,7 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Literal, cast
 
-from smalti.system import PARENT_VARIABLE
+from smalti.system import PARENT_VARIABLE, load_json
 
 _REAP_SECONDS = 2.0
 """A killed process that waits for a driver does not end. It is left behind."""
@@ -57,7 +56,7 @@ def run_in_child(
     lines = output.decode(errors="replace").splitlines()
     if process.returncode == 0 and lines:
         with suppress(ValueError):
-            return ChildResult(state="done", values=cast(Mapping[str, object], json.loads(lines[-1])))
+            return ChildResult(state="done", values=cast(Mapping[str, object], load_json(lines[-1])))
     return ChildResult(state="failed", values={}, error=_reason(process.returncode, errors.decode(errors="replace")))
 
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from smalti import UserError
 from smalti.plugins import load_plugins, selection_of
 from smalti.rundir import RunDirectory
+from smalti.system import load_json, read_regular
 from smalti_hub.upload import Pushed, known_as, push
 
 if TYPE_CHECKING:
@@ -38,7 +39,7 @@ class Published:
     def of(cls, directory: Path) -> Published | None:
         """The note in a run directory; None without one."""
         try:
-            return cls(**json.loads((directory / FOLDER / _PUBLISHED).read_bytes()))
+            return cls(**load_json(read_regular(directory / FOLDER / _PUBLISHED)))
         except (FileNotFoundError, ValueError, TypeError):
             return None
 

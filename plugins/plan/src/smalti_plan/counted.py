@@ -19,6 +19,7 @@ from smalti import UserError
 from smalti.config import Config, restore
 from smalti.parallel import in_bf16
 from smalti.plugins import CacheFile, Plugins, Selection, family_entry, find_family, load_plugins, schema_of
+from smalti.system import load_json
 from smalti_plan.facts import ModelFacts
 from smalti_plan.rehearsal.rehearse import model_files
 
@@ -61,7 +62,7 @@ def request_of(config: Config, kind: str) -> dict[str, object]:
     values = {**config.values(), "plugins": config.value("plugins"), "without": config.value("without")}
     values["gradient_checkpointing"] = False
     return {
-        "values": json.loads(json.dumps(values, default=str)),
+        "values": load_json(json.dumps(values, default=str)),
         "accelerate": dict(config.accelerate),
         "kind": kind,
         "bf16": in_bf16(config, kind),
@@ -96,7 +97,7 @@ def _in_process(request: Mapping[str, object], config: Config) -> ModelFacts:
         reason = f"signal {-done.returncode}" if done.returncode < 0 else f"exit status {done.returncode}"
         text = done.stderr.strip()[-_SHOWN:]
         raise UserError(f"the process that counts the model ended with {reason}: {text}", fix="free memory, or report this")
-    answer = json.loads(answers[-1])
+    answer = load_json(answers[-1])
     if "error" in answer:
         raise UserError(answer["error"], fix=answer["fix"])
     return ModelFacts.from_json(answer)
@@ -140,7 +141,7 @@ def _main() -> None:
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
     try:
-        answer = count(json.loads(sys.stdin.read())).as_json()
+        answer = count(load_json(sys.stdin.read())).as_json()
     except UserError as error:
         answer = {"error": error.message, "fix": error.fix}
     except Exception as error:  # noqa: BLE001 - what a run would end with

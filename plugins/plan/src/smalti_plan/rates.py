@@ -18,7 +18,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Literal
 
 from smalti import UserError
-from smalti.system import PARENT_VARIABLE, die_with_parent
+from smalti.system import PARENT_VARIABLE, die_with_parent, load_json
 
 if TYPE_CHECKING:
     import torch
@@ -82,7 +82,7 @@ def measure_rates(ranks: int, kind: str, clock: Clock = "wall") -> Rates:
     for process, (_, errors) in zip(processes, answers, strict=True):
         if process.returncode:
             raise UserError(f"the devices cannot be measured: {errors.strip()[-_SHOWN:]}", fix="smalti doctor")
-    found = [Rates(**json.loads(output.splitlines()[-1])[clock]) for output, _ in answers]
+    found = [Rates(**load_json(output.splitlines()[-1])[clock]) for output, _ in answers]
     return Rates(
         links={name: min(each.links[name] for each in found) for name in found[0].links},
         memory=min(each.memory for each in found),

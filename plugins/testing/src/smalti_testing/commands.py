@@ -18,6 +18,7 @@ import click
 
 from smalti import CommandCollector
 from smalti.hookspecs import HookSpecs
+from smalti.system import load_json
 from smalti_testing.contract import BrokenContract, Contract, expect
 from smalti_testing.plugins import PluginSubject, environment_for
 
@@ -65,7 +66,7 @@ class CommandSubject:
         )
         if done.returncode:
             raise BrokenContract(f"the process that runs the commands ended with status {done.returncode}:\n{done.stderr}")
-        return cast(dict[str, object], json.loads(done.stdout.splitlines()[-1]))
+        return cast(dict[str, object], load_json(done.stdout.splitlines()[-1]))
 
 
 def _members(group: click.Group) -> dict[str, click.Command]:

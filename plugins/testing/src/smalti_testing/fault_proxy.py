@@ -14,7 +14,6 @@ Importing this module imports no torch.
 from __future__ import annotations
 
 import asyncio
-import json
 import random
 import re
 import socket
@@ -27,6 +26,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Self, get_args
 from urllib.parse import parse_qsl, unquote, urlsplit
+
+from smalti.system import load_json, read_regular
 
 Operation = Literal["put", "create", "part", "complete", "abort", "get", "range", "head", "list", "delete", "other"]
 """`create`, `part`, `complete` and `abort` are those of a multipart upload; `range` is a GET with a Range header."""
@@ -101,7 +102,7 @@ class Rule:
 
 def read_rules(path: Path) -> list[Rule]:
     """Rules from a JSON file: a list of objects with the fields of `Rule`."""
-    return [Rule(**{**entry, "operations": frozenset(entry.get("operations", ()))}) for entry in json.loads(path.read_text())]
+    return [Rule(**{**entry, "operations": frozenset(entry.get("operations", ()))}) for entry in load_json(read_regular(path))]
 
 
 @dataclass(kw_only=True)

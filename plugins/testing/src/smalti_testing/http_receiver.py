@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import socket
 import ssl
 import struct
@@ -12,6 +11,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from smalti.system import load_json
 
 Behaviour = Callable[[socket.socket, threading.Event], None]
 
@@ -26,7 +27,7 @@ class Received:
 
     @property
     def json(self) -> dict[str, Any]:
-        found: dict[str, Any] = json.loads(self.body)
+        found: dict[str, Any] = load_json(self.body)
         return found
 
     @property

@@ -6,7 +6,6 @@ point.
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import subprocess
@@ -26,6 +25,7 @@ from smalti import CacheEntry, CheckpointFormat, FamilyEntry, MetadataEntry, Opt
 from smalti.config import Config, Level, Option, Schema, resolve
 from smalti.hookspecs import PROJECT, HookSpecs
 from smalti.plugins import BUILT_IN, PluginInfo, Plugins, Selection, load_plugins, schema_of
+from smalti.system import load_json
 from smalti_testing.contract import BrokenContract, Contract, expect
 
 P = ParamSpec("P")
@@ -90,7 +90,7 @@ class PluginSubject:
         )
         if done.returncode:
             raise BrokenContract(f"set-up in a new process ended with status {done.returncode}:\n{done.stderr}")
-        return cast(dict[str, object], json.loads(done.stdout.splitlines()[-1]))
+        return cast(dict[str, object], load_json(done.stdout.splitlines()[-1]))
 
 
 def environment_for(name: str) -> dict[str, str]:

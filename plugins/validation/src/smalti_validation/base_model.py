@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from smalti import UserError
+from smalti.system import load_json
 from smalti.training import Run, on_all_ranks
 from smalti_validation.plan import PlannedImage, planned_images
 from smalti_validation.png import image_settings
@@ -55,7 +56,7 @@ def _present(run: Run, planned: Sequence[PlannedImage], folder: Path) -> frozens
     def look() -> str:
         return json.dumps([image.file for image in planned if _is_there(run, image, folder)]) if run.world.is_main else ""
 
-    return frozenset(json.loads(run.parallel.all_gather_text(on_all_ranks(run.parallel, look))[0]))
+    return frozenset(load_json(run.parallel.all_gather_text(on_all_ranks(run.parallel, look))[0]))
 
 
 def _is_there(run: Run, image: PlannedImage, folder: Path) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -106,3 +107,9 @@ def test_nothing_is_left_beside_the_file_if_it_cannot_be_written(
 
     assert [path.name for path in file.parent.iterdir()] == ["a.txt"]
     assert file.read_text() == "a cat\n"
+
+
+def test_a_pipe_is_told_and_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "a.txt")
+    with pytest.raises(UserError, match="not a regular file"):
+        read_caption(tmp_path / "a.txt")

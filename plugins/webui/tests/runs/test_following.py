@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import psutil
 import pytest
 from hypothesis import given, strategies as st
 
@@ -109,3 +110,11 @@ def test_backwards_is_the_same_in_reverse(
     found = list(backwards(path, block=block))
     assert [text for _, text in found] == [part for part in parts if part][::-1]
     assert all(data[offset : offset + len(text) + 1] == text + b"\n" for offset, text in found)
+
+
+def test_a_long_line_is_read_backwards_in_few_pieces(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    path.write_bytes(line(0, n=0, text="x" * 2_000_000) + line(1, n=1))
+    before = psutil.Process().io_counters().read_count
+    assert numbers([each for _, each in backwards(path, block=64)]) == [1, 0]
+    assert psutil.Process().io_counters().read_count - before < 100

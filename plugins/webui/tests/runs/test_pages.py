@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import csv
 import json
+import os
+from pathlib import Path
 from typing import Any
 
 from starlette.testclient import TestClient
@@ -174,3 +176,24 @@ def test_the_overview_begins_with_the_curve_of_the_loss_and_the_newest_images(ma
     bare = client.get(f"/runs/{id_of(make_run('beta', steps=0, samples=()))}").text
     assert "The curve of the loss begins with the first step." in bare
     assert "Newest samples" not in bare
+
+
+def test_runs_that_cannot_be_read_hide_no_other_run(make_run: Any, client: TestClient, root: Path) -> None:
+    for name in ("deep", "early", "good", "pipe", "pipe_beat", "pipe_events"):
+        make_run(name, steps=1, samples=(), checkpoints=())
+    identity = id_of(RunDirectory(root / "pipe_events"))
+    (root / "deep/run.json").write_text("[" * 100_000)
+    early = root / "early/run.json"
+    early.write_text(json.dumps({**json.loads(early.read_text()), "started": -1e308}))
+    for name in ("pipe/run.json", "pipe_beat/heartbeat", "pipe_events/events.jsonl"):
+        (root / name).unlink(missing_ok=True)
+        os.mkfifo(root / name)
+
+    for address in ("/runs", "/datasets", "/maintenance", "/configs"):
+        assert client.get(address).status_code == 200, address
+    for tab in TABS:
+        assert client.get(f"/runs/{identity}{tab}").status_code in (200, 404), tab
+    page = client.get("/runs").text
+    assert "good" in page
+    assert "deep" not in page
+    assert "early" not in page

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-from smalti.system import parse_json
+from smalti.system import parse_json, read_regular
 
 _SUBSTITUTION = re.compile(r"s/((?:[^/\\]|\\.)+)/((?:[^/\\]|\\.)*)/([gi]*)", re.DOTALL)
 
@@ -33,11 +33,11 @@ def filter_lines(value: object) -> object:
         return value
     path = Path(value).expanduser()
     try:
-        content = path.read_text("utf-8-sig")
+        content = read_regular(path).decode("utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"give a list, or a file that can be read: {error}") from error
     if path.suffix.lower() == ".json":
-        return parse_json(content.encode())
+        return parse_json(content)
     return [line for line in map(str.strip, content.splitlines()) if line]
 
 

@@ -6,7 +6,6 @@ What an entry leaves out comes from the global options (`DataDefaults`). Its pat
 
 from __future__ import annotations
 
-import codecs
 import json
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -20,7 +19,7 @@ from smalti.data.buckets import CropAspect, CropStyle, ResolutionType
 from smalti.data.datasets.spec import CACHE_TYPES, ENTRY_KEYS, TYPES_WITH_IMAGES, Catalog, DatasetSpec, file_name_of
 from smalti.data.datasets.wrong_values import wrong_sizes, wrong_values
 from smalti.errors import ConfigError, Problem, did_you_mean
-from smalti.system import parse_json
+from smalti.system import parse_json, read_regular
 
 NAMES: Mapping[str, str] = {
     "id": "the name of the dataset's files",
@@ -106,7 +105,7 @@ class DataDefaults:
 def load_backend_config(path: Path) -> list[dict[str, object]]:
     """Returns the entries of a multidatabackend.json, unchecked. Raises ConfigError, with the line of a syntax error."""
     try:
-        content = parse_json(path.read_bytes().removeprefix(codecs.BOM_UTF8))
+        content = parse_json(read_regular(path).decode("utf-8-sig"))
     except OSError as error:
         message = f"cannot be read: {error.strerror}"
         raise ConfigError([Problem(message=message, where=str(path), fix="check data_backend_config")]) from error

@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 from smalti.data.buckets import Bucket, CropSettings, choices_of
 from smalti.data.scan.index import DatasetIndex
 from smalti.errors import PreflightError
+from smalti.system import load_json, open_regular
 
 Rows = NDArray[np.uint32]
 
@@ -103,14 +104,14 @@ def _key(index: DatasetIndex, settings: CropSettings) -> str:
 def _open(path: Path, key: str) -> RowsByBucket | None:
     """Returns what a file holds; None if there is none, or it is of another key."""
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             size = file.seek(0, os.SEEK_END)
             file.seek(max(0, size - len(_ENDING) - 8))
             length, ending = int.from_bytes(file.read(8), "little"), file.read()
             if ending != _ENDING or length > size:
                 return None
             file.seek(size - len(_ENDING) - 8 - length)
-            summary: dict[str, Any] = json.loads(file.read(length))
+            summary: dict[str, Any] = load_json(file.read(length))
             if summary["key"] != key:
                 return None
             total = sum(count for _, _, count, _ in summary["buckets"])

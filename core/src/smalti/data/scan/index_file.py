@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from smalti.data.datasets.sources import ListedState
 from smalti.data.datasets.spec import DatasetSpec
 from smalti.data.storage.columns import text_parts
+from smalti.system import load_json
 
 SCHEMA = pa.schema(
     [
@@ -62,7 +63,7 @@ class Summary:
 
     @classmethod
     def read(cls, text: bytes) -> Summary:
-        values = json.loads(text)
+        values = load_json(text)
         source = values.get("source")  # None in files of earlier versions
         return cls(
             starts=tuple(values["starts"]),

@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 from io import BufferedReader
 from itertools import takewhile
 from pathlib import Path
-from stat import S_ISDIR, S_ISREG
+from stat import S_ISDIR
 from typing import TYPE_CHECKING
 
 from smalti.data.storage.protocol import (
@@ -22,7 +22,7 @@ from smalti.data.storage.protocol import (
     TransientStorageError,
     checked_key,
 )
-from smalti.system import atomic_write, create, fsync_directory, sync, write
+from smalti.system import atomic_write, create, fsync_directory, open_regular, sync, write
 
 if TYPE_CHECKING:
     from smalti.data.datasets.spec import DatasetSpec
@@ -92,11 +92,11 @@ class LocalStorage(Storage):
             return _stored(key, status)
 
     def read(self, key: str) -> bytes:
-        with self._explained(key) as path, _open(path) as file:
+        with self._explained(key) as path, open_regular(path) as file:
             return file.read()
 
     def read_range(self, key: str, start: int, length: int) -> bytes:
-        with self._explained(key) as path, _open(path) as file:
+        with self._explained(key) as path, open_regular(path) as file:
             file.seek(start)
             return file.read(length)
 
@@ -122,7 +122,7 @@ class LocalStorage(Storage):
             self._in_folder(target.parent, lambda: _copy(source, target))
 
     def download(self, key: str, path: Path) -> None:
-        with self._explained(key) as source, _open(source) as file:
+        with self._explained(key) as source, open_regular(source) as file:
             _copy(file, path)
 
     @property
@@ -268,14 +268,3 @@ def _is_folder(entry: os.DirEntry[str]) -> bool:
 def _text(name: str) -> str:
     """The name as text. Bytes that are not UTF-8 become escapes with a backslash, which keys may not contain."""
     return name if name.isascii() else os.fsencode(name).decode("utf-8", "backslashreplace")
-
-
-def _open(path: Path) -> BufferedReader:
-    """Open a regular file. Anything else is an error: opening or reading a pipe or a device could block forever."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    mode = os.fstat(descriptor).st_mode
-    if S_ISREG(mode):
-        return os.fdopen(descriptor, "rb")
-    os.close(descriptor)
-    number = errno.EISDIR if S_ISDIR(mode) else errno.EINVAL
-    raise OSError(number, os.strerror(number) if S_ISDIR(mode) else "not a regular file")

@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import cast
 
+from smalti.system import load_json
+
 _LENGTH = struct.Struct("!I")
 _LARGEST = 16 * 2**20
 """Bytes of a message. Another program that connects to the port announces more, or never completes its message."""
@@ -73,7 +75,7 @@ class Channel:
         data = bytes(self._received[_LENGTH.size : end])
         del self._received[:end]
         try:
-            message = json.loads(data)
+            message = load_json(data)
         except ValueError:
             message = None
         if not isinstance(message, dict):

@@ -23,7 +23,7 @@ from smalti.config import Config, LaunchOptions
 from smalti.launch import DEFAULT_PORT
 from smalti.plugins import Plugins
 from smalti.rundir import PREFLIGHT_REPORT, EventWriter
-from smalti.system import write_json_atomically
+from smalti.system import load_json, read_regular, write_json_atomically
 from smalti_cluster.checks.agent import Actions, Agent, Identity
 from smalti_cluster.checks.channel import Message
 from smalti_cluster.checks.checks import check_nodes
@@ -266,7 +266,7 @@ def summary(report: NodesReport) -> str:
 def read_report(directory: Path) -> NodesReport | None:
     """The report that an earlier launch has left in this run directory; None if there is none, or one of another version."""
     try:
-        return NodesReport.of_json(json.loads((directory / PREFLIGHT_REPORT).read_bytes()))
+        return NodesReport.of_json(load_json(read_regular(directory / PREFLIGHT_REPORT)))
     except (OSError, ValueError, TypeError, KeyError):
         return None
 
@@ -274,7 +274,7 @@ def read_report(directory: Path) -> NodesReport | None:
 def _values(config: Config) -> dict[str, object]:
     """The options that all nodes share; none if some are not valid."""
     try:
-        values: dict[str, object] = json.loads(json.dumps(config.masked(config.shared_values())))
+        values: dict[str, object] = load_json(json.dumps(config.masked(config.shared_values())))
         if not config[LaunchOptions].shared_output_dir:
             del values["output_dir"]
     except InvalidOptionError:

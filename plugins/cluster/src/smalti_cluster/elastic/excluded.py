@@ -6,7 +6,6 @@ Importing this module imports no torch.
 
 from __future__ import annotations
 
-import json
 import logging
 import socket
 import time
@@ -14,7 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from smalti import FaultLoopError
-from smalti.system import write_json_atomically
+from smalti.system import load_json, read_regular, write_json_atomically
 from smalti_health import CircuitFault
 
 EXCLUDED = "excluded.json"
@@ -36,7 +35,7 @@ class Exclusion:
 def read_excluded(directory: Path) -> list[Exclusion]:
     """The nodes that have left, in order; none if there is no file that can be read."""
     try:
-        return [Exclusion(**each) for each in json.loads((directory / EXCLUDED).read_bytes())["nodes"]]
+        return [Exclusion(**each) for each in load_json(read_regular(directory / EXCLUDED))["nodes"]]
     except (OSError, ValueError, TypeError, KeyError):
         return []
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Literal
 
 from smalti.rundir import GROUP_VARIABLE
-from smalti.system import write_json_atomically
+from smalti.system import load_json, read_regular, write_json_atomically
 
 GENERATION_VARIABLE = GROUP_VARIABLE
 """The environment variable with the place of this node in its generation: only where a group can start again."""
@@ -55,7 +55,7 @@ class Generation:
 def read_generation(directory: Path) -> Generation | None:
     """The current generation of the run in this directory; None if there is none."""
     with suppress(OSError, ValueError, TypeError):
-        content = json.loads((directory / GENERATION_FILE).read_bytes())
+        content = load_json(read_regular(directory / GENERATION_FILE))
         return Generation(**{**content, "checkpoints": tuple(content["checkpoints"])})
     return None
 
@@ -87,7 +87,7 @@ class Place:
         text = os.environ.get(GENERATION_VARIABLE)
         if text is None:
             return None
-        content = json.loads(text)
+        content = load_json(text)
         return cls(**{**content, "generation": Generation(**content["generation"])})
 
     def variables(self) -> dict[str, str]:
@@ -124,7 +124,7 @@ class GroupEnd:
 def read_group_end(file: Path) -> GroupEnd | None:
     """What the agent wrote; None if it wrote nothing, or if the group cannot start again."""
     try:
-        content = json.loads(file.read_bytes())
+        content = load_json(read_regular(file))
         for name in ("left", "lost", "again", "end"):
             content[name] = tuple(content[name]) if content[name] is not None else None
         return GroupEnd(**content)

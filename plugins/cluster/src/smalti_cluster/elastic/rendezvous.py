@@ -26,6 +26,7 @@ from typing import Any, cast
 from smalti import ExitCode
 from smalti.system import (
     FOLDER_VARIABLE,
+    load_json,
     preallocate,
     read_exit_reports,
     read_hooks,
@@ -213,7 +214,7 @@ class GroupMember:
         lost: set[int] = set()
         posts: dict[int, dict[str, Any]] = {}
         while waiting := here.keys() - posts.keys() - lost:
-            posts |= {each: json.loads(store.get(f"{_ENDED}{each}")) for each in waiting if store.check([f"{_ENDED}{each}"])}
+            posts |= {each: load_json(store.get(f"{_ENDED}{each}")) for each in waiting if store.check([f"{_ENDED}{each}"])}
             holder.sync()
             state = holder.state
             alive = {repr(node) for node in (*state.participants, *state.wait_list, *state.redundancy_list)}

@@ -23,7 +23,7 @@ import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from smalti.system import LostPeers, write_lost_peers
+from smalti.system import LostPeers, load_json, write_lost_peers
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
@@ -121,7 +121,7 @@ class NodeWatch:
         killed: dict[int, str] = {}
         there = [other for other in self._others if self._store.check([str(other)])]
         for other, text in zip(there, self._store.multi_get([str(each) for each in there]) if there else (), strict=True):
-            sign = json.loads(text)
+            sign = load_json(text)
             with self._lock:
                 self._hosts[other] = sign["host"]
                 if self._signs.get(other, (0, 0.0))[0] != sign["number"]:

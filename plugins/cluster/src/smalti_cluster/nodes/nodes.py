@@ -27,7 +27,7 @@ from smalti import ConfigError, ExitCode, PreflightError, Problem, UserError
 from smalti.config import Config, LaunchOptions
 from smalti.plugins import Plugins
 from smalti.rundir import POLL_SECONDS, EventWriter, RunDirectory
-from smalti.system import write_json_atomically
+from smalti.system import load_json, read_regular, write_json_atomically
 from smalti_cluster.checks.preflight import NodeChecks, Notice
 from smalti_cluster.elastic.messages import Generation, read_generation
 from smalti_cluster.options import ClusterOptions, is_elastic, node_range
@@ -96,7 +96,7 @@ class Nodes:
             host=f"{socket.gethostname()}, process {os.getpid()}",
             version=version("smalti"),
             plugins=list(plugins.versions),
-            values=json.loads(json.dumps(config.masked(config.shared_values()))),
+            values=load_json(json.dumps(config.masked(config.shared_values()))),
         )
 
     def close(self) -> None:
@@ -297,7 +297,7 @@ class Nodes:
     def _read(self, rank: int) -> Node | None:
         """What a node has written; None for nothing, and for a file of another version that has other fields."""
         try:
-            return Node(**json.loads(self._file(rank).read_bytes()))
+            return Node(**load_json(read_regular(self._file(rank))))
         except (OSError, ValueError, TypeError):
             return None
 

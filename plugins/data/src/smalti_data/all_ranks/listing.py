@@ -17,7 +17,7 @@ from pathlib import Path
 import pyarrow as pa
 
 from smalti.data import Storage, StoredFile, written
-from smalti.system import remove_tree
+from smalti.system import load_json, remove_tree
 from smalti_data.all_ranks.bounds import split_keys
 from smalti_data.all_ranks.tasks import Handed, Task, wait_for
 
@@ -136,7 +136,7 @@ class _Listing:
         try:
             wait_for(chunk.path)
             with pa.OSFile(str(chunk.path)) as file:
-                rest: list[Range] = json.loads(pa.ipc.open_file(file).schema.metadata[b"rest"])
+                rest: list[Range] = load_json(pa.ipc.open_file(file).schema.metadata[b"rest"])
             with self._lock:
                 self._open -= 1
                 chunk.rest = self._submitted(rest, CHUNK_ROWS)

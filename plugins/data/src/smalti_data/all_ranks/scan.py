@@ -34,6 +34,7 @@ from smalti.data import (
 )
 from smalti.parallel import Communicator, run_on_all_ranks
 from smalti.plugins import Plugins
+from smalti.system import load_json
 from smalti_data.all_ranks.listing import list_range
 from smalti_data.all_ranks.shared import SharedCatalog, shared_rows
 from smalti_data.all_ranks.tasks import AT_ONCE, Handed, Task, wait_for
@@ -124,7 +125,7 @@ def scan_on_all_ranks(communicator: Communicator, scan: Callable[[Handed], None]
             return json.dumps({"ended": False, "tasks": assigned() if main is not None else {}, "done": done})
 
         while True:
-            answers = [json.loads(answer) for answer in run_on_all_ranks(communicator, exchange)]
+            answers = [load_json(answer) for answer in run_on_all_ranks(communicator, exchange)]
             for rank, answer in enumerate(answers):
                 for rows in answer["done"] if world.is_main else ():
                     given[rank].discard(rows)

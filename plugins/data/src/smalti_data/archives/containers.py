@@ -31,7 +31,7 @@ from smalti.data import (
     StoredFile,
     Threads,
 )
-from smalti.system import atomic_write
+from smalti.system import atomic_write, load_json
 
 _ROWS = 1 << 16  # at once
 
@@ -171,4 +171,4 @@ def _read(path: Path, recipe: bytes) -> Contents | None:
     except (OSError, pa.ArrowException) as error:
         _log.warning("%s cannot be read (%s); the container is read again", path, error)
         return None
-    return Contents(rows=rows, notices=tuple(json.loads(metadata[b"notices"])))
+    return Contents(rows=rows, notices=tuple(load_json(metadata[b"notices"])))

@@ -5,7 +5,6 @@ The name of a sample ends at the first dot of the file name, as in the webdatase
 
 from __future__ import annotations
 
-import json
 import os
 import posixpath
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -28,6 +27,7 @@ from smalti.data import (
     read_header,
     wrong_values,
 )
+from smalti.system import load_json, open_regular
 from smalti_data.archives.containers import ContainerSource, Contents, rows_of
 from smalti_data.archives.tar_members import DamagedTarError, Member, Read, members
 from smalti_data.keys import WebDatasetKeys
@@ -185,11 +185,8 @@ def _reader(storage: Storage, file: StoredFile) -> Iterator[Read]:
 @contextmanager
 def _opened(path: Path) -> Iterator[int]:
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            yield descriptor
-        finally:
-            os.close(descriptor)
+        with open_regular(path) as file:
+            yield file.fileno()
     except OSError as error:
         raise StorageError(f"{path} cannot be read: {error.strerror}", fix="check the disk") from error
 
@@ -225,7 +222,7 @@ def _hidden(key: str) -> bool:
 def _in_json(data: bytes, keys: str | tuple[str, ...]) -> tuple[str, ...]:
     """The captions of a JSON member: a text, or a list of texts."""
     try:
-        content = json.loads(data)
+        content = load_json(data)
     except ValueError:
         return ()
     for key in (keys,) if isinstance(keys, str) else keys:

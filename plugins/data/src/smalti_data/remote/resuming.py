@@ -12,7 +12,7 @@ from pathlib import Path
 from smalti import CheckpointError
 from smalti.checkpoint import CheckpointStore, quick_check, read_manifest
 from smalti.rundir import RunDirectory
-from smalti.system import atomic_write
+from smalti.system import atomic_write, load_json, read_regular
 from smalti_data.remote.checkpoints import CHECKPOINTS, UNUSABLE, RemoteCheckpoint, RemoteRun
 from smalti_data.remote.downloads import download_checkpoint, download_missing
 
@@ -63,7 +63,7 @@ def downloaded(target: RunDirectory, url: str) -> Path | None:
     """The checkpoint that was downloaded from a URL last; None if none was."""
     home = _home(target, url)
     try:
-        chosen = json.loads((home / _CHOSEN).read_bytes())
+        chosen = load_json(read_regular(home / _CHOSEN))
         return home / CHECKPOINTS / str(chosen["checkpoint"])
     except FileNotFoundError:
         return None

@@ -158,7 +158,12 @@ class TableSource(MetadataSource, ABC):
         given = self._columns.path
         path = local_table(given) if given is not None else None
         if path is not None and path.exists():
-            return self.open(path, "")
+            try:
+                return self.open(path, "")
+            except OSError as error:
+                fix = "give a file that can be read, and no pipe or device"
+                message = f"dataset {self._spec.id!r}: the table {path} cannot be read: {error.strerror}"
+                raise UserError(message, fix=fix) from error
         key = given or f"metadata.{self.format}"
         try:
             return self.open(None, key)

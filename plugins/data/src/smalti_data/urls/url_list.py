@@ -44,7 +44,7 @@ from smalti.data import (
     wrong_values,
 )
 from smalti.rundir import ReportTimer
-from smalti.system import atomic_write
+from smalti.system import atomic_write, load_json
 from smalti_data.file_names import extension_of, with_extension
 from smalti_data.keys import UrlListKeys
 from smalti_data.tables.columns import Projection, TableColumns, column, leaf, leaves
@@ -296,7 +296,7 @@ class _Failures:
         self._reasons: dict[str, tuple[str, str]] = {}
         for line in path.read_bytes().splitlines() if path.exists() else ():
             try:
-                one = json.loads(line)
+                one = load_json(line)
                 self._reasons[str(one["name"])] = str(one["url"]), str(one["reason"])
             except (ValueError, KeyError, TypeError):
                 continue

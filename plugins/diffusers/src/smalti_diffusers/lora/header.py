@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 import struct
@@ -15,6 +14,7 @@ from typing import cast
 
 from smalti import CheckpointError, UserError
 from smalti.checkpoint import read_layout
+from smalti.system import load_json, open_regular, read_regular
 
 METADATA = "lora_adapter_metadata"
 """Where diffusers keeps rank and alpha."""
@@ -34,6 +34,8 @@ _PAIRS = {
 }
 """How names of the first matrix of a layer end -> how those of the second end."""
 _OTHER_METHODS = {"hada_w": "LoHa", "lokr_w": "LoKr", "dora_scale": "DoRA", "lora_magnitude_vector": "DoRA", "oft_": "OFT"}
+_SHOWN = 200
+"""Letters of a path that are shown, if it is none that a file can have."""
 _TEXT = re.compile(r"(lora_te|text_encoder|lora_prior_te)")
 _JOINED = ("qkv", "linear1", "kv_linear")
 """Ends of layers that are several in diffusers, where the rank can be the sum of theirs."""
@@ -121,7 +123,7 @@ class AdapterHeader:
         if not in_file and not config.is_file():
             return {}
         try:
-            found = json.loads(self._metadata[METADATA] if in_file else config.read_text(encoding="utf-8"))
+            found = load_json(self._metadata[METADATA] if in_file else read_regular(config))
             if not in_file:
                 return dict(found)
             return {name.partition(".")[2]: value for name, value in found.items() if not _TEXT.match(name)}
@@ -159,12 +161,18 @@ class AdapterHeader:
 def _file(path: Path) -> Path:
     """The file itself, or the only safetensors file of a folder."""
     path = path.expanduser()
+    try:
+        path.stat()
+    except FileNotFoundError:
+        raise UserError(f"{path} does not exist", fix=_AGAIN) from None
+    except (OSError, ValueError) as error:  # no name that a file can have, or a folder that may not be entered
+        raise UserError(f"{str(path)[:_SHOWN]} cannot be opened: {error.args[-1]}", fix=_AGAIN) from None
     if path.is_file():
         if path.suffix != ".safetensors":
             raise UserError(f"{path} is not a safetensors file; files of other types can contain code", fix=_AGAIN)
         return path
     if not path.is_dir():
-        raise UserError(f"{path} does not exist", fix=_AGAIN)
+        raise UserError(f"{path} is neither a file nor a folder", fix=_AGAIN)
     files = sorted(path.glob("*.safetensors"))
     if len(files) != 1:
         named = ", ".join(file.name for file in files[:3]) or "no .safetensors file"
@@ -174,7 +182,7 @@ def _file(path: Path) -> Path:
 
 def _metadata(path: Path) -> dict[str, str]:
     """The metadata of a valid file."""
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         (length,) = struct.unpack("<Q", file.read(8))
-        found = json.loads(file.read(length)).get("__metadata__") or {}
+        found = load_json(file.read(length)).get("__metadata__") or {}
     return {str(key): str(value) for key, value in found.items()} if isinstance(found, dict) else {}

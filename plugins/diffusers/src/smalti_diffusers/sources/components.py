@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,6 +22,7 @@ from smalti.models import (
     materialise,
     without_weights,
 )
+from smalti.system import load_json, read_regular
 from smalti_diffusers.sources.location import INDEX
 from smalti_diffusers.sources.weight_files import folder_weights, plain_name, variant_of, weight_files, weight_map
 
@@ -72,7 +72,7 @@ class Components:
         self.replaced = dict(replaced or {})
         self._variant = variant
         self._scheduler = dict(scheduler or {})
-        index = json.loads((folder / INDEX).read_text(encoding="utf-8"))
+        index = load_json(read_regular(folder / INDEX))
         self.pipeline = str(index["_class_name"])
         self.settings = {name: value for name, value in index.items() if name[0] != "_" and not isinstance(value, list)}
         """Arguments of the pipeline's constructor other than its components."""
@@ -90,7 +90,7 @@ class Components:
         if (other := self.replaced.get(part)) is not None and other.config is not None:
             return dict(other.config)
         name = "scheduler_config.json" if part == "scheduler" else "config.json"
-        found = cast(dict[str, object], json.loads((self.folder / part / name).read_text(encoding="utf-8")))
+        found = cast(dict[str, object], load_json(read_regular(self.folder / part / name)))
         return found | self._scheduler if part == "scheduler" else found
 
     def build(self, part: str) -> nn.Module:
@@ -191,7 +191,7 @@ class Components:
             if other is not None and (_is_weights(path.name) or path.name == "config.json"):
                 continue
             if name.endswith(".json") and name != path.as_posix():  # the index of a variant
-                index = json.loads((self.folder / path).read_text(encoding="utf-8"))
+                index = load_json(read_regular(self.folder / path))
                 places = {tensor: plain_name(file) for tensor, file in weight_map(self.folder / path).items()}
                 folder.write_json(name, {**index, "weight_map": places})
             else:

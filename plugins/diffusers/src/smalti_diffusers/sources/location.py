@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
@@ -11,6 +10,7 @@ from pathlib import Path
 
 from smalti import UserError
 from smalti.models import is_dry_run
+from smalti.system import load_json, read_regular
 from smalti_diffusers.flavours import GATED, shipped_folder
 from smalti_diffusers.sources.weight_files import indexed_files, weight_files
 
@@ -113,7 +113,7 @@ def fetch_weights(name: str, folder: Path, variant: str | None, without: Iterabl
 
     Raises UserError if a part has several variants to choose from.
     """
-    index = json.loads((folder / INDEX).read_text(encoding="utf-8"))
+    index = load_json(read_regular(folder / INDEX))
     _fetch_weights(name, folder, variant, {part for part in index if part not in set(without)})
 
 

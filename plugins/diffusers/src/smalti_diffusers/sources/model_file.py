@@ -6,7 +6,6 @@ ComfyUI writes it, is multiplied with its scale while it is read: `X.weight` wit
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
@@ -16,6 +15,7 @@ from torch import Tensor
 from smalti import UserError
 from smalti.checkpoint import DTYPES
 from smalti.models import FolderWeights
+from smalti.system import load_json
 from smalti_diffusers.sources.pending import PendingTensor, Rows
 
 SUFFIX = ".safetensors"
@@ -81,7 +81,7 @@ class ModelFile:
         kind = self._stored.stored(name).dtype
         note = f"{name.removesuffix('.weight')}.comfy_quant"
         if note in set(self._stored.names()):
-            kind = json.loads(bytes(self._stored.get(note).tolist())).get("format", kind)
+            kind = load_json(bytes(self._stored.get(note).tolist())).get("format", kind)
         return UserError(
             f"{self.path} holds quantised weights ({name}: {kind}), from which training cannot start",
             fix="take the file in bf16, in fp16, or in fp8 without scales or with one for each tensor or row, where mxfp8 and "

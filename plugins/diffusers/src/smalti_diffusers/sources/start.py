@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from torch import Tensor
 
 from smalti import UserError
 from smalti.models import is_dry_run
+from smalti.system import load_json, read_regular
 from smalti_diffusers.sources.components import Components, Replacement
 from smalti_diffusers.sources.conversion import (
     ConvertedWeights,
@@ -83,7 +83,7 @@ def model_alone(name: str, part: str, revision: str | None, variant: str | None)
             if not is_dry_run():
                 fetch_model(name, folder, place, variant)
                 folder_weights(config.parent, variant)  # raises if there are none
-            return ModelFolder(path=config.parent, config=json.loads(config.read_text(encoding="utf-8")))
+            return ModelFolder(path=config.parent, config=load_json(read_regular(config)))
     return None
 
 

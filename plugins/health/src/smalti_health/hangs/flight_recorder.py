@@ -7,11 +7,12 @@ call within the group, and its state.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import cast
+
+from smalti.system import load_json
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +38,7 @@ def own_dump() -> str:
         with suppress(RuntimeError, ValueError, TypeError):
             text = dump(True, False)
             found = text.decode() if isinstance(text, bytes) else str(text)
-            if json.loads(found).get("entries"):
+            if load_json(found).get("entries"):
                 return found
     return ""
 
@@ -46,7 +47,7 @@ def last_calls(dump: str) -> dict[str, Call]:
     """The last call of each process group in a dump, by the name of the group. Empty for what is no dump."""
     found: dict[str, Call] = {}
     with suppress(ValueError, AttributeError, TypeError, KeyError):
-        for entry in json.loads(dump)["entries"]:
+        for entry in load_json(dump)["entries"]:
             if entry.get("is_p2p"):
                 continue
             group = "/".join(dict.fromkeys(map(str, entry["process_group"])))

@@ -22,7 +22,7 @@ import torch
 import smalti
 from smalti import RankInfo, RunState
 from smalti.parallel import ProgressBoard, RankWork, describe_work
-from smalti.system import Process, current_hook, seconds_without_progress
+from smalti.system import Process, current_hook, load_json, seconds_without_progress
 from smalti.training import StepTimes
 from smalti_health.hangs.deadlines import Deadlines
 from smalti_health.hangs.flight_recorder import Call, last_calls, own_dump
@@ -226,7 +226,7 @@ class HangWatch:
         texts = self._board.read(self._info.world.size) if self._board is not None else {}
         for rank, text in texts.items():
             with suppress(ValueError, TypeError):
-                known[rank] = self._own_time.translate(rank, RankProgress(**json.loads(text)), now, steady)
+                known[rank] = self._own_time.translate(rank, RankProgress(**load_json(text)), now, steady)
         return known
 
     def _hang(self, found: Standstill, ranks: dict[int, RankProgress], now: float) -> None:

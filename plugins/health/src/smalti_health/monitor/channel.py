@@ -13,6 +13,8 @@ import struct
 from collections.abc import Mapping
 from contextlib import suppress
 
+from smalti.system import load_json
+
 _LARGEST = 65536
 _CREDENTIALS = struct.Struct("iII")
 
@@ -53,7 +55,7 @@ class Channel:
                 _, user, _ = _CREDENTIALS.unpack(value[: _CREDENTIALS.size])
                 if user == os.getuid():
                     with suppress(ValueError):
-                        found = json.loads(data)
+                        found = load_json(data)
                         return found if isinstance(found, dict) else None
         return None
 

@@ -18,7 +18,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from smalti.system import die_with_parent
+from smalti.system import die_with_parent, load_json
 from smalti_health.monitor.channel import Channel, address
 from smalti_health.monitor.drivers import open_driver
 from smalti_health.monitor.reader import Absent, Driver, Poller
@@ -55,7 +55,7 @@ class Setup:
 
     @classmethod
     def parse(cls, line: str) -> Setup:
-        values = json.loads(line)
+        values = load_json(line)
         return cls(**{**values, "limits": Limits(**values["limits"])})
 
     def address(self, end: str) -> bytes:

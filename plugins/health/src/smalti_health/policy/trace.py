@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from smalti import UserError
+from smalti.system import load_json
 from smalti_health.policy.readings import Device, Reading
 
 VERSION = 1
@@ -71,7 +72,7 @@ def _read(path: Path, devices: dict[str, Device]) -> Iterator[Reading]:
         raise UserError(f"{path} cannot be read: {error}") from error
     for count, text in enumerate(lines, start=1):
         try:
-            found = json.loads(text)
+            found = load_json(text)
             if "device" in found:
                 device = Device(**found["device"])
                 if any(each.uuid == device.uuid for each in numbered):  # a monitor that was started again

@@ -24,7 +24,7 @@ from typing import IO, cast
 
 from smalti import CheckpointError, CheckpointFormat, UserError
 from smalti.checkpoint import Contents, Source, StoredTensor
-from smalti.system import Block
+from smalti.system import Block, load_json
 
 _BLOCK = 4 * 2**20
 _CONTENTS, _DATA, _END, _ERROR = b"contents", b"data", b"end", b"error"
@@ -61,7 +61,7 @@ class ExternalSource:
             self._process.wait()
             raise CheckpointError(f"{self._path} cannot be read: {self._last_output_line()}") from None
         if kind == _ERROR:
-            error_message = json.loads(data)
+            error_message = load_json(data)
             raise CheckpointError(error_message["message"], fix=error_message["fix"])
         assert kind in expected, f"{kind!r} is unexpected"
         return kind, data
@@ -102,7 +102,7 @@ def opened(path: Path, kind: CheckpointFormat) -> Iterator[Source]:
 
 def decoded(data: bytes) -> Contents:
     """The contents that the other process has encoded."""
-    body = json.loads(data)
+    body = load_json(data)
     body["tensors"] = {
         name: StoredTensor(dtype=t["dtype"], shape=tuple(t["shape"]), chunks=t["chunks"]) for name, t in body["tensors"].items()
     }

@@ -5,7 +5,6 @@ Devices come before torch, and a cluster before anything that uses one: so it is
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import resource
@@ -21,7 +20,7 @@ from typing import cast
 from smalti import UserError
 from smalti.config import Config, restore
 from smalti.plugins import Plugins, Selection, load_plugins, schema_of
-from smalti.system import write_json_atomically
+from smalti.system import load_json, read_regular, write_json_atomically
 from smalti_plan.records import Guard, Rehearsal, RehearsalError
 from smalti_plan.rehearsal.devices import fake_cuda, python_backend
 from smalti_plan.rehearsal.request import Request
@@ -33,7 +32,7 @@ def main() -> None:
     """Rehearse what the first file asks for, and write the result into the second."""
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
-    request = Request.from_json(json.loads(Path(sys.argv[1]).read_text(encoding="utf-8")))
+    request = Request.from_json(load_json(read_regular(Path(sys.argv[1]))))
     guard, notes = _devices(request)
     result = rehearsed(request, guard, notes)
     write_json_atomically(Path(sys.argv[2]), result.as_json())

@@ -16,6 +16,7 @@ from smalti import UserError
 from smalti.config import Config
 from smalti.parallel import DeviceModel
 from smalti.plugins import CacheFile, Plugins
+from smalti.system import load_json, read_regular
 from smalti_plan.records import Candidate, Rehearsal
 from smalti_plan.rehearsal.request import Request
 
@@ -52,7 +53,7 @@ def rehearse(
     values = {**config.values(), "plugins": config.value("plugins"), "without": config.value("without")}
     width, height = size or (0, 0)
     request = Request(
-        values=json.loads(json.dumps(values, default=str)),
+        values=load_json(json.dumps(values, default=str)),
         accelerate=config.accelerate,
         candidate=candidate,
         device=device.title or device.name,
@@ -117,4 +118,4 @@ def _in_process(request: Request, config: Config) -> Rehearsal:
             text = errors.read_text(encoding="utf-8", errors="replace").strip()[-_SHOWN:]
             last = text.rpartition("\n")[2] or "it has written nothing"
             raise UserError(f"the process of the rehearsal {reason}: {last}\n{text}", fix="free memory, or report this")
-        return Rehearsal.from_json(json.loads(answer.read_text(encoding="utf-8")))
+        return Rehearsal.from_json(load_json(read_regular(answer)))

@@ -13,6 +13,7 @@ from datetime import UTC, datetime
 
 from smalti import InUseError, UserError
 from smalti.data import MissingFileError, Storage
+from smalti.system import load_json
 
 OWNER = "mirror.json"
 LAUNCHES = "launches/"
@@ -35,7 +36,7 @@ class Owner:
 def owner_of(storage: Storage) -> Owner | None:
     """The run that a mirror belongs to; None for a new mirror. Raises UserError for a file of something else."""
     try:
-        content: object = json.loads(storage.read(OWNER))
+        content: object = load_json(storage.read(OWNER))
     except MissingFileError:
         return None
     except ValueError:
@@ -86,7 +87,7 @@ class Lease:
         """Raises SupersededError if a later launch of the run has begun to write."""
         later = [stored.key for stored in self.storage.list(LAUNCHES) if _number(stored.key) > self.number]
         if later:
-            content = json.loads(self.storage.read(later[-1]))
+            content = load_json(self.storage.read(later[-1]))
             raise SupersededError(
                 f"another launch of this run, begun {content['created']} on {content['host']}, writes to "
                 f"{self.storage.location}, so this one does not any more",

@@ -5,7 +5,6 @@ A training step never waits for it: it has memory, connections and failures of i
 
 from __future__ import annotations
 
-import json
 import os
 import queue
 import shlex
@@ -18,7 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from smalti import UserError
-from smalti.system import FOLDER_VARIABLE, note_progress
+from smalti.system import FOLDER_VARIABLE, load_json, note_progress
 
 _RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", FOLDER_VARIABLE)
 _READY_SECONDS = 120.0
@@ -131,7 +130,7 @@ class UploadProcess:
         with process.stdout:
             for line in process.stdout:
                 with suppress(ValueError):  # a library has printed something
-                    self._messages.put(json.loads(line))
+                    self._messages.put(load_json(line))
 
     def _take(self, seconds: float) -> Mapping[str, object] | None:
         try:

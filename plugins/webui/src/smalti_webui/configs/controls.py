@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import math
 import re
-import tomllib
 from typing import Literal, get_args, get_origin
 
 import tomlkit
@@ -16,6 +15,7 @@ from pydantic import BeforeValidator
 
 from smalti import UserError
 from smalti.config import Option
+from smalti.system import load_json, load_toml
 
 Kind = Literal["switch", "choice", "number", "text", "path", "names", "texts", "tables", "secret"]
 """A switch is on or off. A choice may also be left to the default. Names are separated by commas, texts stand on lines."""
@@ -136,7 +136,7 @@ def _list_of(option: Option, kind: Kind, text: str) -> list[str] | None:
         return [] if option.default else None
     if text.lstrip().startswith("["):
         try:
-            found = json.loads(text)
+            found = load_json(text)
         except ValueError:
             found = None
         if isinstance(found, list) and all(isinstance(each, str) for each in found):
@@ -152,8 +152,8 @@ def _rows(option: Option, text: str) -> object | None:
         return [] if option.default else None
     fix = f"begin each table with [[{option.name}]]"
     try:
-        content = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+        content = load_toml(text)
+    except ValueError as error:
         raise UserError(f"{option.name} is not valid TOML: {error}", fix="fix the syntax error") from None
     if others := [key for key in content if key != option.name]:
         raise UserError(f"{others[0]} is outside of [[{option.name}]]", fix=fix)

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from starlette.exceptions import HTTPException
 
-from smalti.system import atomic_write
+from smalti.system import atomic_write, load_json, read_regular
 from smalti_webui.configs.schemas import schema_for
 from smalti_webui.configs.toml_text import NAME, given, unwrapped, with_values
 from smalti_webui.server.settings import Settings
@@ -146,7 +146,7 @@ class DraftStore:
         if not _ID.fullmatch(id):
             raise UnknownDraft(id)
         try:
-            content = json.loads((self.folder / id / "draft.json").read_bytes())
+            content = load_json(read_regular(self.folder / id / "draft.json"))
             revisions = tuple(Revision(**each) for each in content.pop("revisions"))
             return Draft(**content, revisions=revisions, store=self)
         except (OSError, ValueError, TypeError, KeyError):

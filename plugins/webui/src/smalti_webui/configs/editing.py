@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Mapping
 from typing import Annotated
@@ -13,6 +12,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, RedirectResponse, Response
 
 from smalti import UserError, problems_in
+from smalti.system import load_json
 from smalti_webui.configs.checking import checked, problems_of_check, state
 from smalti_webui.configs.controls import from_text
 from smalti_webui.configs.drafts import Draft, DraftStore, StaleDraft, UnknownDraft, drafts_of
@@ -51,10 +51,10 @@ def change(request: Request, id: str, version: Version, changes: Text) -> Respon
     """Store what the fields of the form say: texts by option, null for the default."""
     store, draft = drafts_of(request.app.state.settings), Draft.load(request.app.state.settings, id)
     try:
-        texts = json.loads(changes)
+        texts = load_json(changes)
         assert isinstance(texts, dict)
         assert all(text is None or isinstance(text, str) for text in texts.values())
-    except (ValueError, AssertionError, RecursionError):
+    except (ValueError, AssertionError):
         raise HTTPException(422, "changes are texts by option") from None
     try:
         return _answer(_changed(store, draft, version, texts))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -12,6 +11,7 @@ from pathlib import Path
 from smalti.config import flat
 from smalti.plugins import Selection
 from smalti.rundir import RunDirectory
+from smalti.system import load_toml, read_regular
 from smalti_webui.configs.schemas import schema_with
 from smalti_webui.configs.starting import LARGEST
 
@@ -52,8 +52,8 @@ def find_files(roots: Sequence[Path]) -> list[Found]:
 def _family_in(path: Path, changed: int) -> str | None:
     """The model family that a configuration names; None if the file is no configuration."""
     try:
-        content: Mapping[str, object] = tomllib.loads(path.read_bytes().decode("utf-8-sig"))
-    except (OSError, ValueError, RecursionError):
+        content: Mapping[str, object] = load_toml(read_regular(path).decode("utf-8-sig"))
+    except (OSError, ValueError):
         return None
     schema = schema_with(Selection())
     options = {option.name: value for key, value in flat(content, schema.groups) if (option := schema.find(key)) is not None}

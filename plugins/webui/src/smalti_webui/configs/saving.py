@@ -11,7 +11,7 @@ from typing import Literal
 
 from smalti import UserError
 from smalti.rundir import RunDirectory
-from smalti.system import atomic_write
+from smalti.system import atomic_write, read_regular
 from smalti_webui.configs.drafts import digest
 
 CONTEXT = 3
@@ -50,7 +50,7 @@ def on_disk(path: Path) -> OnDisk:
     if path == run.config_file and run.record_file.exists():
         raise UserError(f"{path.parent} is a run directory, and the run writes {path.name}", fix="choose another file")
     try:
-        content = path.read_bytes()
+        content = read_regular(path)
         return OnDisk(path=path, text=content.decode("utf-8-sig"), seen=digest(content))
     except FileNotFoundError:
         return OnDisk(path=path, text="", seen="")

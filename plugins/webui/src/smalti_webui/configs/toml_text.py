@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Mapping, MutableMapping
 from pathlib import Path
 from typing import cast
@@ -12,6 +11,7 @@ from tomlkit.exceptions import TOMLKitError
 
 from smalti import UserError
 from smalti.config import Schema, flat, parse_value, set_values
+from smalti.system import load_toml
 
 NAME = "config.toml"
 
@@ -64,7 +64,7 @@ def with_values(text: str, schema: Schema, values: Mapping[str, object]) -> str:
 def _plain(text: str, schema: Schema) -> dict[str, object]:
     content_of(text)
     found: dict[str, object] = {}
-    for key, value in flat(tomllib.loads(text), schema.groups):
+    for key, value in flat(load_toml(text), schema.groups):
         if (option := schema.find(key)) is not None:
             found.setdefault(option.name, value)
     return found

@@ -12,6 +12,7 @@ import click
 
 from smalti import CommandCollector, HookSpecs, Problem, UserError
 from smalti.plugins import load_plugins
+from smalti.system import load_json
 from smalti_webui.hardware.json_places import line_in, line_of
 from smalti_webui.server.processes import Result, run_cli
 
@@ -213,7 +214,7 @@ def _refusal(text: str) -> LineProblem:
 def parsed(text: str) -> Document | None:
     """The object that a text is; None if it is not one."""
     try:
-        value = json.loads(text)
+        value = load_json(text)
     except ValueError:
         return None
     return value if isinstance(value, dict) else None

@@ -16,7 +16,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from smalti import ExitCode, UserError
 from smalti.rundir import RunDirectory
-from smalti.system import Process, atomic_write
+from smalti.system import Process, atomic_write, open_regular, read_regular
 from smalti_webui.server.settings import Settings
 
 State = Literal["waiting", "starting", "running", "ended"]
@@ -101,7 +101,7 @@ class Store:
     def find(self, identity: str) -> Launch:
         """Raises UserError if there is none."""
         try:
-            return _LAUNCH.validate_json((self._place(identity) / "launch.json").read_bytes())
+            return _LAUNCH.validate_json(read_regular(self._place(identity) / "launch.json"))
         except FileNotFoundError:
             raise UserError(f"there is no launch {identity}", fix="the list of runs has all runs") from None
         except ValidationError as error:
@@ -112,7 +112,7 @@ class Store:
         found = []
         for path in sorted(self.folder.glob("*/launch.json"), reverse=True)[:_KEPT]:
             try:
-                found.append(_LAUNCH.validate_json(path.read_bytes()))
+                found.append(_LAUNCH.validate_json(read_regular(path)))
             except (ValidationError, OSError):
                 continue
         return found
@@ -182,7 +182,7 @@ def _run_id_of(launch: Launch) -> str:
 def tail(path: Path) -> tuple[str, ...]:
     """The last lines of a log. Of a line that was overwritten on a terminal, its last state."""
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             file.seek(0, 2)
             file.seek(max(0, file.tell() - _TAIL))
             text = file.read().decode(errors="replace")

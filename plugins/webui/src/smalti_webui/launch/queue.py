@@ -18,7 +18,7 @@ from pathlib import Path
 
 from smalti import UserError
 from smalti.rundir import RunDirectory, find_runs
-from smalti.system import Process, atomic_write
+from smalti.system import Process, atomic_write, read_regular
 from smalti_webui.launch.devices import VISIBLE, Devices, local_devices
 from smalti_webui.launch.launches import Launch, Request, Store, as_json, from_json
 from smalti_webui.server.processes import start_detached
@@ -53,7 +53,7 @@ class Queue:
         found = []
         for file in sorted(self.folder.glob("*.json")):
             try:
-                found.append(Entry(request=from_json(file.read_bytes()), file=file))
+                found.append(Entry(request=from_json(read_regular(file)), file=file))
             except (ValueError, OSError) as error:
                 _log.warning("ignoring %s: %s", file, error)
         return found

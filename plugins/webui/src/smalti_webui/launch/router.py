@@ -14,6 +14,7 @@ from starlette.responses import HTMLResponse, RedirectResponse, Response
 
 from smalti import UserError
 from smalti.config import as_toml
+from smalti.system import load_json
 from smalti_webui.configs.drafts import Draft
 from smalti_webui.hardware.edited import Edited
 from smalti_webui.launch.devices import Devices, local_devices
@@ -127,7 +128,7 @@ async def checks(request: Request, draft: str) -> HTMLResponse:
     subject = await _edited(request, draft)
     words = ["train", subject.file, "--dry-run", "--json"]
     done = await run_cli(words, _CHECKING, cwd=subject.draft.folder)
-    answer = None if done.json is None else json.loads(subject.named(done.stdout))
+    answer = None if done.json is None else load_json(subject.named(done.stdout))
     found = dry_run_of(answer, subject.named(done.stderr), done.code, subject.output_dir)
     wanted = _wanted_gpus(subject, devices := await asyncio.to_thread(local_devices))
     return partial(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import re
 import shlex
 import time
@@ -14,7 +13,7 @@ from dataclasses import dataclass, field
 from secrets import token_hex
 from typing import Any
 
-from smalti.system import kill_tree
+from smalti.system import kill_tree, load_json
 from smalti_webui.server.processes import command, environment
 
 _KEPT_JOBS = 50
@@ -147,7 +146,7 @@ class Jobs:
                 with suppress(ProcessLookupError):
                     kill_tree(process.pid)
         with suppress(ValueError):
-            job.result = json.loads(output)
+            job.result = load_json(output)
 
 
 async def _lines(process: asyncio.subprocess.Process, job: Job) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import signal
 import time
@@ -11,6 +10,7 @@ from pathlib import Path
 
 from smalti import UserError
 from smalti.rundir import RequestKind, RunDirectory
+from smalti.system import load_json, read_regular
 from smalti_webui.launch.launches import Store
 from smalti_webui.runs.index import FoundRun
 from smalti_webui.server.messages import Level
@@ -102,7 +102,7 @@ def _is(path: Path | None, other: Path) -> bool:
 def launched_values(directory: RunDirectory) -> dict[str, object]:
     """The values of all options of the latest launch; empty if launch.json cannot be read."""
     try:
-        found = json.loads(directory.launch_file.read_bytes())
+        found = load_json(read_regular(directory.launch_file))
     except (OSError, ValueError):
         return {}
     values = found.get("values") if isinstance(found, dict) else None

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from smalti.rundir import RunDirectory
+from smalti.system import read_regular
 from smalti_webui.runs.actions import launched_values
 
 _SOURCE = re.compile(r"^(?P<name>[A-Za-z0-9_]+) = .* # (?P<source>[^#]+)$")
@@ -50,7 +51,7 @@ def values(directory: RunDirectory, other: RunDirectory | None = None) -> list[V
 def _sources(file: Path) -> dict[str, str]:
     """Where values come from: the comments that smalti writes in config.toml."""
     try:
-        lines = file.read_text(encoding="utf-8", errors="replace").splitlines()
+        lines = read_regular(file).decode(errors="replace").splitlines()
     except OSError:
         return {}
     found: dict[str, str] = {}

@@ -5,7 +5,6 @@ Lines are not parsed unless more than one node has written, so 50,000 waiting ev
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Iterator, Mapping
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from smalti.rundir import RunDirectory
+from smalti.system import load_json, open_regular
 
 CHUNK = 1 << 18
 """Bytes that are read of a file at a time."""
@@ -127,7 +127,7 @@ def _files(directory: RunDirectory) -> Iterator[tuple[int, Path]]:
 def _piece(path: Path, offset: int, chunk: int) -> _Piece | None:
     """The complete lines from an offset on; None if the file is shorter than that."""
     try:
-        file = path.open("rb")
+        file = open_regular(path)
     except OSError:
         return _Piece(lines=[], end=offset, more=False)
     with file:
@@ -194,8 +194,8 @@ def end_of(directory: RunDirectory) -> Position:
 def time_of(line: bytes) -> float:
     """The time of an event; 0 if the line is not one."""
     try:
-        found = json.loads(line)["t"]
-    except (ValueError, TypeError, KeyError, RecursionError):
+        found = load_json(line)["t"]
+    except (ValueError, TypeError, KeyError):
         return 0.0
     return float(found) if isinstance(found, int | float) else 0.0
 
@@ -207,9 +207,12 @@ def _with_node(line: bytes, node: int) -> bytes:
 
 
 def backwards(path: Path, end: int | None = None, block: int = CHUNK) -> Iterator[tuple[int, bytes]]:
-    """The complete lines before byte `end` with their offsets, last one first, without reading what is not asked for."""
+    """The complete lines before byte `end` with their offsets, last one first, without reading what is not asked for.
+
+    Reads `block` bytes at a time, and more of a line that is longer.
+    """
     try:
-        file = path.open("rb")
+        file = open_regular(path)
     except OSError:
         return
     with file:
@@ -222,6 +225,8 @@ def backwards(path: Path, end: int | None = None, block: int = CHUNK) -> Iterato
             file.seek(start)
             rest = file.read(count) + rest
             parts = rest.split(b"\n")
+            if len(parts) == 1:
+                block *= 2  # a long line costs linear time
             place = start + len(rest)
             for line in reversed(parts[1:]):
                 place -= len(line)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from smalti.rundir import RunDirectory
+from smalti.system import load_json
 from smalti_webui.runs.following import complete_lines
 
 _FILE = re.compile(r"health\.node-(\d+)\.jsonl")
@@ -79,7 +79,7 @@ class Gpus:
 def _add(file: _File, node: int, line: bytes) -> None:
     """Take in a line: a GPU, or what has changed of one."""
     try:
-        found = json.loads(line)
+        found = load_json(line)
         if device := found.get("device"):
             if any(gpu.uuid == device["uuid"] for gpu in file.numbered):  # the monitor was started again
                 file.numbered = []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import threading
 from collections import OrderedDict, deque
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from smalti.rundir import RunDirectory
+from smalti.system import load_json
 from smalti_webui.runs.following import Follower, Position
 from smalti_webui.runs.gpus import Gpu, Gpus
 from smalti_webui.runs.images import Sample, images_of
@@ -235,8 +235,8 @@ class Histories:
 def parse(line: bytes) -> dict[str, Any]:
     """The fields of a line; those of a line that is not an event are its type "malformed" and its text."""
     try:
-        found = json.loads(line)
-    except (ValueError, RecursionError):
+        found = load_json(line)
+    except ValueError:
         found = None
     if isinstance(found, dict) and isinstance(found.get("type"), str):
         return found

@@ -14,6 +14,7 @@ from starlette.requests import Request
 from starlette.responses import FileResponse, HTMLResponse, PlainTextResponse, RedirectResponse, Response
 
 from smalti.rundir import RequestKind, to_json
+from smalti.system import open_regular
 from smalti_webui.runs import actions, log
 from smalti_webui.runs.configuration import values
 from smalti_webui.runs.history import TITLES, History
@@ -206,7 +207,7 @@ def console_log(request: Request, run_id: str) -> Response:
     file = actions.console_log(find_run(request, run_id), request.app.state.settings)
     if file is None:
         raise HTTPException(404, "the run was not started from this page")
-    with file.open("rb") as output:
+    with open_regular(file) as output:
         output.seek(max(0, file.stat().st_size - _CONSOLE))
         return PlainTextResponse(output.read().decode("utf-8", "replace"))
 

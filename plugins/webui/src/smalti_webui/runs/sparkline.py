@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from pathlib import Path
 
+from smalti.system import load_json, open_regular
 from smalti_webui.runs.following import STEP_LINES
 
 _PIECE = 8192
@@ -17,7 +17,7 @@ POINTS = 40
 def losses(path: Path, points: int = POINTS) -> list[tuple[int, float]]:
     """The smoothed loss by step at up to `points` places of an events file, oldest first. A short file is read as a whole."""
     try:
-        file = path.open("rb")
+        file = open_regular(path)
     except OSError:
         return []
     with file:
@@ -51,7 +51,7 @@ def _loss(line: bytes) -> tuple[int, float] | None:
     if not line.startswith(STEP_LINES):
         return None
     try:
-        event = json.loads(line)
+        event = load_json(line)
     except ValueError:
         return None
     step, loss = event.get("step"), event.get("smoothed_loss", event.get("loss"))

@@ -12,6 +12,8 @@ from starlette.datastructures import Headers
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from smalti.system import load_json
+
 Level = Literal["info", "success", "warning", "error"]
 HEADER = "HX-Trigger"
 _KEPT = 50
@@ -50,7 +52,7 @@ class Messages:
 
 def toast(response: Response, text: str, level: Level = "success") -> None:
     """Show a message with this answer: of a part of a page, a whole page or a redirection. Errors belong on the page too."""
-    found = json.loads(response.headers.get(HEADER, "{}"))
+    found = load_json(response.headers.get(HEADER, "{}"))
     found.setdefault("toast", {"messages": []})["messages"].append({"text": text, "level": level})
     response.headers[HEADER] = json.dumps(found)
 
@@ -66,7 +68,7 @@ class KeptMessages:
         async def keeping(message: Message) -> None:
             if message["type"] == "http.response.start":
                 headers = Headers(raw=message["headers"])
-                found = json.loads(headers.get(HEADER, "{}")).get("toast", {})
+                found = load_json(headers.get(HEADER, "{}")).get("toast", {})
                 part = Headers(scope=scope).get("hx-request") == "true" and "hx-redirect" not in headers
                 for each in found.get("messages", ()):
                     self._messages.add(each["text"], each["level"], pending=not part)

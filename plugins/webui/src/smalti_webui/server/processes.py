@@ -6,7 +6,6 @@ Arguments are lists and never pass a shell. What needs torch runs here, so the s
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import subprocess
 import sys
@@ -18,7 +17,7 @@ from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from smalti.system import kill_tree
+from smalti.system import kill_tree, load_json
 from smalti_webui.server.departure import while_waited_for
 
 _AT_ONCE = 2
@@ -73,7 +72,7 @@ async def _run(args: Sequence[str], timeout: float, input: str | None, cwd: Path
     text = out.decode(errors="replace")
     found = None
     with suppress(ValueError):
-        found = json.loads(text)
+        found = load_json(text)
     code = process.returncode if process.returncode is not None else -1
     return Result(code=code, stdout=text, stderr=err.decode(errors="replace"), json=found, timed_out=timed_out)
 

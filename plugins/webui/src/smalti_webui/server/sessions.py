@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from secrets import compare_digest, token_urlsafe
 
-from smalti.system import atomic_write
+from smalti.system import atomic_write, load_json, read_regular
 
 DAYS = 30
 _LIMIT = 50
@@ -60,7 +60,7 @@ class Sessions:
 
     def _read(self) -> dict[str, float]:
         try:
-            found = json.loads(self._file.read_bytes())["sessions"]
+            found = load_json(read_regular(self._file))["sessions"]
             return {str(digest): float(begun) for digest, begun in found.items()}
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             return {}

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import cast
 
-from smalti.system import Process, atomic_write
+from smalti.system import Process, atomic_write, load_json, read_regular
 from smalti_health.webhooks.endpoints import Endpoint
 
 FOLDER = "webhooks"
@@ -121,7 +121,7 @@ class Outbox:
     def disabled(self) -> Mapping[str, Mapping[str, object]]:
         """Disabled endpoints by id."""
         try:
-            found: object = json.loads(self._disabled_file.read_bytes())
+            found: object = load_json(read_regular(self._disabled_file))
         except (OSError, ValueError):
             return {}
         return found if isinstance(found, dict) else {}
@@ -134,7 +134,7 @@ class Outbox:
 
 def _read(path: Path) -> Row | None:
     try:
-        values = cast(dict[str, object], json.loads(path.read_bytes()))
+        values = cast(dict[str, object], load_json(read_regular(path)))
         deliveries = cast(dict[str, dict[str, object]], values["deliveries"])
         return Row(
             event=Event.from_json(cast(dict[str, object], values["event"])),

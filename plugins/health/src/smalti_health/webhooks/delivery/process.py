@@ -20,7 +20,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from typing import IO
 
-from smalti.system import FOLDER_VARIABLE, note_progress
+from smalti.system import FOLDER_VARIABLE, load_json, note_progress
 from smalti_health.webhooks.delivery.outbox import Event
 from smalti_health.webhooks.delivery.sender import Setup
 
@@ -204,7 +204,7 @@ class SenderProcess:
                 self._printed += chunk
         *lines, self._printed = self._printed.split(b"\n")
         for line in lines:
-            message = json.loads(line)
+            message = load_json(line)
             if "report" in message:
                 reports.append(str(message["report"]))
             else:

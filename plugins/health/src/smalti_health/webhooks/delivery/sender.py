@@ -24,6 +24,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import cast
 
+from smalti.system import load_json
 from smalti_health.webhooks.delivery.channel import Channel, Post
 from smalti_health.webhooks.delivery.outbox import PENDING, Event, Outbox
 from smalti_health.webhooks.delivery.request import post as real_post
@@ -58,7 +59,7 @@ class Setup:
 
     @classmethod
     def from_json(cls, text: bytes) -> Setup:
-        values = cast(dict[str, object], json.loads(text))
+        values = cast(dict[str, object], load_json(text))
         endpoints = tuple(Endpoint.from_json(each) for each in cast(list[Mapping[str, object]], values["endpoints"]))
         run = Path(str(values["run"])) if values["run"] is not None else None
         lost = Event.from_json(cast(Mapping[str, object], values["lost"])) if values["lost"] is not None else None
@@ -179,7 +180,7 @@ def main() -> None:
     ended = reported = False
     for line in source:
         with suppress(ValueError, KeyError, TypeError):  # the rank was killed while it wrote
-            values = json.loads(line)
+            values = load_json(line)
             if not values:
                 ended = True
                 break

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import re
-import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from smalti.config import Schema
 from smalti.rundir import RunDirectory
+from smalti.system import load_json, load_toml, read_regular
 from smalti_webui.places.gallery.samples import Gallery
 from smalti_webui.runs.images import Sample
 
@@ -50,14 +50,13 @@ def values_of(run: RunDirectory) -> Mapping[str, object]:
     """All options of the last launch with their values; those of config.toml in a run without launch.json."""
     try:
         if run.launch_file.stat().st_size <= _MOST_BYTES:
-            content = json.loads(run.launch_file.read_bytes())
+            content = load_json(read_regular(run.launch_file))
             if isinstance(content, dict) and isinstance(values := content.get("values"), dict):
                 return values
     except (OSError, ValueError):
         pass
     try:
-        with run.config_file.open("rb") as file:
-            return tomllib.load(file)
+        return load_toml(read_regular(run.config_file).decode())
     except (OSError, ValueError):
         return {}
 

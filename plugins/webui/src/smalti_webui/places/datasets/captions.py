@@ -5,7 +5,6 @@ Nothing is written if the file has changed since it was shown. What was there be
 
 from __future__ import annotations
 
-import json
 import os
 import stat
 import tempfile
@@ -16,7 +15,7 @@ from hashlib import blake2b
 from pathlib import Path
 
 from smalti import UserError
-from smalti.system import write_json_atomically
+from smalti.system import load_json, open_regular, read_regular, write_json_atomically
 
 MOST_BYTES = 64 * 1024
 """Of a caption file. A larger text file is not a caption."""
@@ -101,7 +100,7 @@ class CaptionEditor:
     def changes(self, file: Path) -> list[Change]:
         """The changes of a file that can be undone, oldest first."""
         try:
-            content = json.loads(self._record(file).read_bytes())
+            content = load_json(read_regular(self._record(file)))
             return [Change(**each) for each in content["changes"]]
         except (OSError, ValueError, TypeError, KeyError):
             return []
@@ -126,7 +125,7 @@ class CaptionEditor:
 def _content(file: Path) -> bytes | None:
     """The beginning of the file, enough to recognize one that is too large. Raises UserError if it cannot be read."""
     try:
-        with file.open("rb") as opened:
+        with open_regular(file) as opened:
             return opened.read(MOST_BYTES + 1)
     except FileNotFoundError:
         return None

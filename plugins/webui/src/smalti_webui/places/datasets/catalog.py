@@ -16,7 +16,7 @@ from smalti import ConfigError, Problem, UserError
 from smalti.config import resolve
 from smalti.data import DatasetSpec, catalog_of, dataset_specs
 from smalti.plugins import load_plugins, schema_of, selection_of
-from smalti.system import atomic_write, write_json_atomically
+from smalti.system import atomic_write, load_json, read_regular, write_json_atomically
 from smalti_webui.configs.finding import find_files
 from smalti_webui.configs.schemas import own_environment
 from smalti_webui.runs.index import RunIndex
@@ -140,7 +140,7 @@ class Catalog:
     def added(self) -> list[Path]:
         """The folders that the user has added."""
         try:
-            return [Path(each) for each in json.loads((self.folder / "folders.json").read_bytes())["folders"]]
+            return [Path(each) for each in load_json(read_regular(self.folder / "folders.json"))["folders"]]
         except (OSError, ValueError, KeyError, TypeError):
             return []
 
@@ -167,13 +167,13 @@ class Catalog:
     def arguments(self, source: Source) -> list[str]:
         """The arguments of `smalti dataset` for a configuration. Indexes are kept by the page, so no run is changed."""
         options = source.arguments
-        if not source.is_folder and b"{output_dir}" in source.file.read_bytes():
+        if not source.is_folder and b"{output_dir}" in read_regular(source.file):
             return options
         return [*options, f"--output_dir={self.folder / 'indexes' / source.id}"]
 
     def known(self, dataset: Found) -> Known:
         try:
-            return Known(**json.loads((self.folder / f"{dataset.id}.json").read_bytes()))
+            return Known(**load_json(read_regular(self.folder / f"{dataset.id}.json")))
         except (OSError, ValueError, TypeError):
             return Known()
 

@@ -9,6 +9,7 @@ from pathlib import Path, PurePosixPath
 
 from smalti import UserError
 from smalti.rundir import Event, RunDirectory, read_events
+from smalti.system import open_regular
 from smalti_validation.png import image_settings
 from smalti_webui.runs.images import Sample, images_of
 
@@ -58,12 +59,12 @@ def events_of_kind(file: Path, *kinds: str) -> Iterator[Event]:
     begins = re.compile(rb'\s*\{\s*"type"\s*:\s*"(' + "|".join(kinds).encode() + rb')"')
     offset, wanted = 0, []
     try:
-        with file.open("rb") as lines:
+        with open_regular(file) as lines:
             for line in lines:
                 if begins.match(line):
                     wanted.append(offset)
                 offset += len(line)
-    except FileNotFoundError:
+    except OSError:
         return
     for each in wanted:
         event = next(read_events(file, each), None)

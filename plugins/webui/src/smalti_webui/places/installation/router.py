@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from typing import Annotated, Any
 
@@ -13,6 +12,7 @@ from starlette.responses import Response
 
 from smalti.config import PLUGINS
 from smalti.rundir import RunDirectory
+from smalti.system import load_json
 from smalti_webui.places.datasets.catalog import Source
 from smalti_webui.places.installation.caches import THUMBNAILS, CacheRow, caches_of, confirmed, emptied, own_caches
 from smalti_webui.places.job_router import shown
@@ -141,6 +141,6 @@ def _source(own: Places, source_id: str) -> Source | None:
 
 def _cleared(row: CacheRow, result: Result) -> str:
     """What was cleared, as the command says it."""
-    found = result.json if isinstance(result.json, dict) else json.loads("{}")
+    found = result.json if isinstance(result.json, dict) else load_json("{}")
     removed = sum(each["bytes"] for each in found.get("removed", ())) if "removed" in found else found.get("bytes", 0)
     return f"{row.place}: cleared {size(removed)}" if removed else f"{row.place}: nothing to clear"

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from smalti import ExitCode
 from smalti.rundir import ENDINGS, Event, RunDirectory
+from smalti.system import open_regular
 from smalti_health import read_circuits
 from smalti_webui.places.gallery.samples import events_of_kind
 
@@ -182,7 +183,7 @@ def _report(event: Event) -> Report:
 
 def _end_of(file: Path) -> str:
     try:
-        with file.open("rb") as opened:
+        with open_regular(file) as opened:
             opened.seek(max(0, file.stat().st_size - _TAIL))
             return opened.read(_TAIL).decode(errors="replace")
     except OSError as error:
