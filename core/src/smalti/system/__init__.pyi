@@ -82,4 +82,8 @@ from .stateless_random import (
     uniform as uniform,
     uniform_single as uniform_single,
 )
-from .streams import ignore_write_errors as ignore_write_errors
+from .streams import (
+    ignore_write_errors as ignore_write_errors,
+    plugin_output as plugin_output,
+    reserve_stdout as reserve_stdout,
+)
