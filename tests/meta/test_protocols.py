@@ -7,6 +7,7 @@ from pathlib import Path
 from pkgutil import resolve_name
 
 from smalti import types
+from smalti.hookspecs import HookSpecs
 from smalti_testing.protocols import CHAPTERS, page
 
 NOT_FOR_PLUGINS = {
@@ -15,6 +16,9 @@ NOT_FOR_PLUGINS = {
     "Quantile",
 }
 """Protocols that only the core implements and uses. Any other belongs on the page."""
+
+ALIASES = {"Part", "Progress"}
+"""Names of functions' types and of literals, for which another room has a class of the same name."""
 
 ADDRESSES = [address for chapter in CHAPTERS for address in (*chapter.classes, *chapter.optional, *chapter.given)]
 
@@ -54,6 +58,29 @@ def test_every_method_of_a_protocol_is_on_the_page():
             members = {name for name, value in vars(kind).items() if inspect.isfunction(value) or isinstance(value, property)}
             shown = re.findall(r"^#### `(\w+)", sections[kind.__name__], flags=re.MULTILINE)
             assert set(shown) == {name for name in members if not name.startswith("_")}, kind
+
+
+def classes_named(owner, sections):
+    """The classes of smalti that the annotations of a class name, found by importing it."""
+    functions = [each.fget if isinstance(each, property) else each for each in vars(owner).values()]
+    hints = [getattr(owner, "__annotations__", {})]
+    hints += [each.__annotations__ for each in functions if inspect.isfunction(each) and not each.__name__.startswith("_")]
+    words = {word for found in hints for hint in found.values() for word in re.findall(r"[A-Za-z_]\w*", str(hint))}
+    return {word for word in words if word in sections}
+
+
+def test_every_class_in_the_signature_of_a_hook_or_of_a_documented_class_is_on_the_page(root):
+    """Here the classes are imported; the page is made from the source."""
+    defined = {
+        node.name
+        for path in (root / "core" / "src").rglob("*.py")
+        for node in ast.parse(path.read_text()).body
+        if isinstance(node, ast.ClassDef)
+    }
+    shown = {*re.findall(r"^### `(\w+)`", page(), flags=re.MULTILINE), *ALIASES}
+    assert {"RunState", "RunInfo", "StepResult", "GpuFault", "Config", "Loaded", "ContextPlan", "DatasetSpec"} <= shown
+    for owner in (HookSpecs, *(resolve_name(address) for address in ADDRESSES)):
+        assert classes_named(owner, defined) <= shown, owner
 
 
 def test_a_base_gives_the_defaults_that_the_page_says():
