@@ -6,6 +6,9 @@ import re
 from pathlib import Path
 from pkgutil import resolve_name
 
+import pytest
+
+import smalti
 from smalti import types
 from smalti.hookspecs import HookSpecs
 from smalti_testing.protocols import CHAPTERS, page
@@ -89,3 +92,18 @@ def test_a_base_gives_the_defaults_that_the_page_says():
             kind = resolve_name(base)
             for method in re.findall(rf"^\| `(\w+)` \| default in `{kind.__name__}` \|", page(), flags=re.MULTILINE):
                 assert callable(getattr(kind, method)), (base, method)
+
+
+@pytest.mark.parametrize(
+    "page", ["docs/hooks.md", "docs/writing-a-plugin.md", "core/src/smalti/hookspecs.py"]
+)
+def test_authors_of_plugins_are_sent_to_public_modules_only(page, root):
+    """The faces are `smalti` and its rooms, and `smalti.hookspecs`, which the page "What is public" has too."""
+    text = re.sub(r'"smalti(?:\.\w+)+"', "", (root / page).read_text())  # the names of loggers
+    private = []
+    for name in sorted({*re.findall(r"\bsmalti\.\w+(?:\.\w+)?", text)} - {"smalti.plugins", "smalti.hookspecs"}):
+        _, room, *rest = name.split(".")
+        face = root / "core" / "src" / "smalti" / room / "__init__.pyi"
+        names = [f" {each} as {each}" in face.read_text() for each in rest] if face.is_file() else [hasattr(smalti, room)]
+        private += [name] if not all(names) else []
+    assert private == []
