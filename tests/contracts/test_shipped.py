@@ -3,16 +3,30 @@
 Plugins are enumerated: one that is added to the core or under plugins/ is under test before anyone writes a test for it.
 """
 
+import json
+import tarfile
 import tomllib
 from functools import cache
+from io import BytesIO
 from pathlib import Path
 
+import pyarrow.parquet
 import pytest
+import torch
+from PIL import Image
+from torch.distributed import checkpoint as dcp
 
+from smalti.checkpoint import Snapshot, save
+from smalti.config import resolve
+from smalti.data import DatasetSpec
 from smalti.data.storage.local import LocalStorage
 from smalti.hookspecs import HookSpecs
+from smalti.parallel import PortableState
+from smalti.parallel.gloo import GlooCommunicator
+from smalti.plugins import CacheFile, create, load_plugins, schema_of
 from smalti.plugins.discovery import BUILT_IN
-from smalti_testing import MemoryStorage, TinyFamily
+from smalti.types import World
+from smalti_testing import MemoryStorage, TinyFamily, check_cache, check_checkpoint_format, check_metadata_backend
 from smalti_testing.commands import COMMAND, CommandSubject
 from smalti_testing.optimizers import OPTIMIZER, OptimizerSubject
 from smalti_testing.plugins import PLUGIN, PluginSubject
@@ -111,3 +125,116 @@ class TestOneProcess(ForkedContract):
 
 class TestReplicas(ForkedContract):
     plugin = "ddp"
+
+
+# --- metadata backends, checkpoint formats, caches -------------------------------------------------------------------------
+
+
+def picture(shade: int) -> bytes:
+    held = BytesIO()
+    Image.new("RGB", (8 + shade, 8), (shade, 0, 0)).save(held, "PNG")
+    return held.getvalue()
+
+
+def folder_of_images(folder: Path) -> None:
+    for shade, name in enumerate(("b/x.png", "b-a.png", "a.png")):
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_bytes(picture(shade))
+        (folder / name).with_suffix(".txt").write_text(f"shade {shade}")
+
+
+def json_lines(folder: Path) -> None:
+    folder_of_images(folder)
+    rows = ({"filename": name, "caption": name, "width": 8, "height": 8} for name in ("b/x.png", "a.png", "b-a.png"))
+    (folder / "metadata.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+
+
+def parquet_table(folder: Path) -> None:
+    folder_of_images(folder)
+    names = ["b/x.png", "a.png", "b-a.png"]
+    table = pyarrow.table({"filename": names, "caption": names, "width": [8] * 3, "height": [8] * 3})
+    pyarrow.parquet.write_table(table, folder / "metadata.parquet")
+
+
+def tar_shard(folder: Path) -> None:
+    with tarfile.open(folder / "a.tar", "w") as shard:
+        for name, data in (("b.png", picture(1)), ("b.txt", b"two"), ("a.png", picture(2)), ("a.txt", b"one")):
+            member = tarfile.TarInfo(name)
+            member.size = len(data)
+            shard.addfile(member, BytesIO(data))
+
+
+BACKENDS = {"discovery": folder_of_images, "json": json_lines, "parquet": parquet_table, "webdataset": tar_shard}
+WITH_A_SERVER = {"csv", "huggingface"}  # plugins/data/tests checks them
+
+
+def registered(hook):
+    return {entry.name: entry for name in shipped() for entry in subject(name).answer(hook) or ()}
+
+
+def test_every_shipped_metadata_backend_is_checked():
+    assert registered(HookSpecs.register_metadata_backends).keys() == BACKENDS.keys() | WITH_A_SERVER
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_a_shipped_metadata_backend_keeps_the_contract(name, tmp_path):
+    BACKENDS[name](tmp_path)
+    entry = registered(HookSpecs.register_metadata_backends)[name]
+    spec = DatasetSpec(id="all", instance_data_dir=tmp_path, metadata_backend=name)
+    check_metadata_backend(lambda: create(entry, entry.factory, spec, LocalStorage(tmp_path)))
+
+
+def own_checkpoint(folder: Path) -> Path:
+    state = PortableState(model={"w": torch.ones(2, 3)}, optimizer_state={}, param_groups=[{"lr": 0.1}], optimizer="SGD")
+    snapshot = Snapshot(step=5, state=state, ema={}, trainer={"step": 5})
+    return save(folder / "checkpoints", snapshot, GlooCommunicator(world=World(), group=None)).path
+
+
+def of_torch(folder: Path) -> Path:
+    dcp.save({"w": torch.ones(2, 3)}, checkpoint_id=folder / "dcp", no_dist=True)
+    return folder / "dcp"
+
+
+def of_accelerate(folder: Path) -> Path:
+    (folder / "accelerate").mkdir()
+    torch.save({"w": torch.ones(2, 3)}, folder / "accelerate" / "pytorch_model_fsdp.bin")
+    return folder / "accelerate"
+
+
+FORMATS = {"smalti": own_checkpoint, "dcp": of_torch, "accelerate-fsdp": of_accelerate}
+
+
+def test_every_shipped_checkpoint_format_is_checked():
+    found = registered(HookSpecs.register_checkpoint_formats)
+    assert found.keys() == FORMATS.keys() | {"deepspeed"}  # plugins/deepspeed/tests/test_conversion.py checks it
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_shipped_checkpoint_format_keeps_the_contract(name, tmp_path):
+    entry = registered(HookSpecs.register_checkpoint_formats)[name]
+    checkpoint = FORMATS[name](tmp_path)
+    (tmp_path / "room").mkdir()
+    check_checkpoint_format(lambda folder: create(entry, entry.factory, folder), checkpoint, tmp_path / "room")
+
+
+CACHES = {name: entry for name, entry in registered(HookSpecs.register_caches).items() if entry.factory}
+
+
+@pytest.mark.parametrize("name", CACHES)
+def test_a_shipped_cache_keeps_the_contract(name, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    settings = ()
+    if CACHES[name].configured:
+        flags = (f"--offload_param_path={tmp_path}", "--accelerate_config=none")
+        settings = (resolve(schema_of(load_plugins()), flags, environment={}),)
+
+    def fill(cache):
+        if isinstance(cache, CacheFile):
+            cache.put("key", 1)
+        else:
+            swap = tmp_path / "zero_stage_3" / "bfloat16params" / "rank0"
+            swap.mkdir(parents=True)
+            (swap / "0_param.tensor.swp").write_bytes(b"1234")
+
+    check_cache(lambda: create(CACHES[name], CACHES[name].factory, *settings), fill)

@@ -404,7 +404,7 @@ class HookSpecs:
         `target` is the `checkpoints` folder of the run, shared by all ranks. Every rank returns the same `Checkpoint`.
 
         Called in a thread while training continues, one save at a time. `state` is then a copy in host memory that nothing
-        changes. Tensors that `smalti.checkpoint.planning.divide` assigns to another rank have a shape but no contents: they are
+        changes. Tensors that another rank saves, as the built-in saving divides them, have a shape but no contents: they are
         on the meta device. With `--no_checkpoint_async`, and for the last checkpoint of a run, `state` is the live state and
         the loop waits. Use `parallel` alone to communicate: the loop uses the other process groups at the same time.
         """

@@ -14,6 +14,7 @@ from smalti.data import DataDefaults, DatasetSpec, catalog_of, parse_datasets
 from smalti.errors import ConfigError, UserError
 from smalti.plugins import load_plugins
 from smalti_data.archives.hub import HubDataset
+from smalti_testing import check_metadata_backend
 from support.hub_server import TOKEN, HubServer, hub_server
 
 CATALOG = catalog_of(load_plugins())
@@ -77,7 +78,10 @@ def test_a_split_is_downloaded_once_and_read_without_a_connection(hub: HubServer
         "data/train-00000-of-00001.parquet/000000001.png": ("edge 9",),
     }
     block = {"dataset_name": "ann/cats", "file_extension": "jpg"}
-    assert found(metadata_backend="huggingface", caption_strategy="huggingface", huggingface=block) == expected
+    entry = {"metadata_backend": "huggingface", "caption_strategy": "huggingface", "huggingface": block}
+    assert found(**entry) == expected
+    spec = spec_of(**entry)
+    check_metadata_backend(lambda: CATALOG.open_source(spec, CATALOG.open_storage(spec)))
     assert hub.sent("GET", "train-00000") == 1
     assert hub.sent("GET", "test-00000") == 0
     assert found(dataset_name="ann/cats") == expected

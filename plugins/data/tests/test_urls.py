@@ -22,6 +22,7 @@ from smalti.errors import ConfigError, UserError
 from smalti.plugins import load_plugins
 from smalti_data.urls.http import Client, FailedError, RefusedError
 from smalti_data.urls.url_list import FAILED, Urls
+from smalti_testing import check_metadata_backend
 
 CATALOG = catalog_of(load_plugins())
 
@@ -302,6 +303,7 @@ def test_what_may_pass_is_unusable_until_the_next_scan(server: WebServer, tmp_pa
     assert problems == [f"{server.url}/2.png cannot be downloaded: 503 Service Unavailable, in 6 attempts"]
     assert scanned(spec_of(tmp_path), tmp_path)[0] == {"1": ("one",), "2": ("two",)}
     assert server.requests["/1.png"] == 1
+    check_metadata_backend(lambda: opened(spec_of(tmp_path)))
 
 
 def test_an_interrupted_download_continues(server: WebServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

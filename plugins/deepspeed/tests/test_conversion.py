@@ -17,7 +17,7 @@ from smalti_deepspeed.conversion import open_deepspeed
 from smalti_deepspeed.formats import FORMATS
 from smalti_deepspeed.startup import start_deepspeed, stop_deepspeed
 from smalti_migrate.checkpoints.convert import convert
-from smalti_testing import TinyFamily
+from smalti_testing import TinyFamily, check_checkpoint_format
 from smalti_testing.strategy_subject import whole_state
 from support.forked_ranks import forked_processes
 
@@ -127,6 +127,11 @@ def test_weights_and_moments_are_those_that_the_ranks_had(made, stage, ranks):
     assert found == expected
     assert found["optimizer/enter.weight.step"] == torch.tensor(float(STEPS)).numpy().tobytes()
     assert (stage, ranks) in agreed
+
+
+def test_the_format_keeps_the_contract(made, tmp_path):
+    stage, ranks = min(KINDS)
+    check_checkpoint_format(open_deepspeed, made[0] / f"{stage} on {ranks}" / "theirs", tmp_path)
 
 
 @pytest.mark.parametrize(("stage", "ranks"), sorted(KINDS))

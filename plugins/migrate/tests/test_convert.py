@@ -176,7 +176,8 @@ class Reader:
         if self.kind == "broken":
             {}["missing"]
         print("words that are in nobody's way")
-        tensor = StoredTensor(dtype="U8", shape=(4,), chunks=1)
+        types = {"torch": "torch.bfloat16", "numpy": "float32", "strange": "words"}
+        tensor = StoredTensor(dtype=types.get(self.kind, "U8"), shape=(4,), chunks=1)
         self.contents = Contents(tensors={"model/count": tensor}, step=4, notices=("counted by hand",))
 
     def read(self, name):
@@ -206,6 +207,15 @@ def count(plugins, tmp_path, monkeypatch):
         return convert(tmp_path / "foreign", tmp_path / "target", plugins.gather(HookSpecs.register_checkpoint_formats))
 
     return go
+
+
+@pytest.mark.parametrize(("kind", "right"), [("torch", "'BF16'"), ("numpy", "'F32'"), ("strange", "one of BOOL, U8, ")])
+def test_a_type_that_there_is_not_names_the_plugin_and_the_right_one(count, kind, right):
+    with pytest.raises(CheckpointError, match="the checkpoint format 'counting' of plugin 'counting'") as caught:
+        count(kind)
+    assert "model/count" in caught.value.message
+    assert f"its StoredTensor needs dtype={right}" in caught.value.fix
+    assert "--without counting" in caught.value.fix
 
 
 def test_hook_register_checkpoint_formats_gives_a_reader_that_works_in_a_process_of_its_own(count):

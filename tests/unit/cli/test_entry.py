@@ -326,3 +326,39 @@ def test_what_a_library_would_do_at_the_very_end_cannot_change_how_a_process_end
     assert [code for code, _ in ends] == [0, 2]
     assert ends[0][1].startswith("smalti, version")
     assert "unknown command 'nonsense'" in ends[1][1]
+
+
+TALKING = """
+import click
+from smalti import hookimpl
+print("imported")
+@hookimpl
+def declare_options():
+    print("declares")
+    return []
+@hookimpl
+def check_config(config):
+    print("checks")
+    return []
+@hookimpl
+def register_commands(commands):
+    print("registers")
+    commands.add_command(click.Command("talk", params=[click.Option(["--json"])], callback=lambda json: print(json)))
+"""
+
+
+@pytest.mark.parametrize(
+    "words", [("plugins", "--json"), ("config", "show", "--json"), ("train", "--dry-run", "--json"), ("talk", "--json", "{}")]
+)
+def test_json_stands_alone_on_stdout_whatever_plugins_print(run, words, tmp_path, monkeypatch):
+    (tmp_path / "talking.py").write_text(TALKING)
+    package = tmp_path / "smalti_talking-1.0.dist-info"
+    package.mkdir()
+    (package / "METADATA").write_text("Metadata-Version: 2.1\nName: smalti-talking\nVersion: 1.0\n")
+    (package / "entry_points.txt").write_text("[smalti.plugins]\ntalking = talking\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "talking", raising=False)
+    monkeypatch.setenv("SMALTI_PLUGINS", "talking")
+    _, out, err = run(*words)
+    assert json.loads(out) is not None
+    assert {"imported", "registers" if words[0] in ("talk", "plugins") else "declares"} <= set(err.split())

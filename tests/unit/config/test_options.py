@@ -161,7 +161,7 @@ def test_two_groups_cannot_declare_one_name():
     class Again(Options):
         toggle: bool = option(False, help="Taken as an alias.")
 
-    with pytest.raises(UserError, match="option 'toggle' is declared by 'sample' and by 'again'"):
+    with pytest.raises(UserError, match="the option 'toggle' is declared by 'sample' and by 'again'"):
         Schema((*SAMPLE.groups, OptionGroup(name="again", title="Again", options=Again)))
 
 

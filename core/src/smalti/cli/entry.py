@@ -13,7 +13,7 @@ from smalti.cli.commands import plugin as BUILT_IN
 from smalti.cli.pages.help import Root, colour, dashed
 from smalti.config import package_of_command
 from smalti.errors import ExitCode, UserError, did_you_mean
-from smalti.system import ProcessExit, ignore_signals_after_command, ignore_write_errors, keep_imports
+from smalti.system import ProcessExit, ignore_signals_after_command, ignore_write_errors, keep_imports, reserve_stdout
 from smalti.types import CommandCollector
 
 SECTIONS = ("Training", "Data", "Configuration", "Node", "From plugins")
@@ -84,6 +84,7 @@ def _run_as_process(arguments: list[str]) -> NoReturn:
 
 
 def _run(arguments: list[str]) -> int:
+    reserve_stdout("--json" in arguments)
     try:
         code = smalti.main(args=arguments, prog_name="smalti", standalone_mode=False, color=colour())
     except UserError as error:

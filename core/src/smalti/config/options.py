@@ -236,6 +236,8 @@ class OptionGroup:
     function takes it, and returns the values of this and of other options that stand for it.
 
     `dialect` reads options of all groups in the spelling of another trainer. There is at most one.
+
+    smalti sets `owner`, the plugin in messages; plugins leave it out.
     """
 
     name: str
@@ -246,6 +248,7 @@ class OptionGroup:
     scheduler: Callable[[Mapping[str, str], dict[str, Mapping[str, Given]], list[str]], Mapping[str, Given]] | None = None
     urls: Mapping[str, Callable[[str], Translation]] = field(default_factory=dict, hash=False)
     dialect: Dialect | None = None
+    owner: str = field(default="", compare=False)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -416,10 +419,9 @@ class Schema:
             for each in _options_of(group):
                 for name in (each.name, *each.aliases):
                     if (other := options.get(name) or options.get(aliases.get(name, ""))) is not None:
-                        raise UserError(
-                            f"option {name!r} is declared by {other.group.name!r} and by {group.name!r}",
-                            fix="disable one of the two plugins with --without",
-                        )
+                        both = " and by ".join(each.owner or repr(each.name) for each in (other.group, group))
+                        fix = "disable one of the two plugins with --without NAME"
+                        raise UserError(f"the option {name!r} is declared by {both}", fix=fix)
                 options[each.name] = each
                 aliases |= dict.fromkeys(each.aliases, each.name)
         object.__setattr__(self, "options", options)

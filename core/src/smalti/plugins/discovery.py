@@ -12,6 +12,7 @@ from traceback import extract_tb
 from smalti.config import PLUGINS
 from smalti.errors import BrokenPlugin, MissingPlugin, UserError, did_you_mean
 from smalti.plugins.registry import PluginInfo, Plugins, State
+from smalti.system import plugin_output
 
 GROUP = "smalti.plugins"
 
@@ -148,7 +149,8 @@ def _load(plugins: Plugins, entry: EntryPoint, distribution: Distribution, info:
             raise UserError(f"plugin {entry.name!r}: {mismatch}", fix=f"pip install -U {distribution.name}, or {workaround}")
         return
     try:
-        plugins.register(info, entry.load())
+        with plugin_output():
+            plugins.register(info, entry.load())
     except (Exception, SystemExit) as error:
         info.state, info.reason = "broken", _what_happened(error)
         plugins.infos[entry.name] = info

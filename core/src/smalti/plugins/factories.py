@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from importlib import import_module
 
 from smalti.errors import BrokenPlugin, MissingPlugin, UserError
-from smalti.system import importing
+from smalti.system import importing, plugin_output
 from smalti.types import Registered
 
 ORIGIN_NOTE = "raised by "
@@ -28,7 +28,8 @@ def create(entry: Registered, address: str, *arguments: object, **settings: obje
 def attributed(entry: Registered, address: str) -> Iterator[None]:
     """Note on exceptions of the body that they come from the plugin that registered `entry`."""
     try:
-        yield
+        with plugin_output():
+            yield
     except UserError:
         raise
     except ModuleNotFoundError as error:

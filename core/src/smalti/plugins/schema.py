@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
 from pydantic import ValidationError
 
 from smalti.config import GROUPS, PREFIX, Config, PluginOptions, Schema, expand, flat, read_mapping
-from smalti.errors import ConfigError, InvalidOptionError, Problem, UserError
+from smalti.errors import ConfigError, InvalidOptionError, Problem
 from smalti.hookspecs import HookSpecs
 from smalti.plugins.discovery import Selection
-from smalti.plugins.registry import PluginInfo, Plugins
+from smalti.plugins.registry import Plugins
 
 
 def schema_of(plugins: Plugins) -> Schema:
@@ -21,18 +22,11 @@ def schema_of(plugins: Plugins) -> Schema:
 
     Raises UserError when two plugins declare the same option.
     """
-    groups = plugins.gather(HookSpecs.declare_options)
-    owners: dict[str, PluginInfo] = {}
-    for plugin, answer in plugins.answers(HookSpecs.declare_options).items():
-        mine = plugins.infos[plugin]
-        for option in Schema(tuple(answer)).options.values():
-            for name in (option.name, *option.aliases):
-                if (other := owners.setdefault(name, mine)) is not mine:
-                    raise UserError(
-                        f"the option {name!r} is declared by plugin {other.name!r} ({other.source}) "
-                        f"and by plugin {mine.name!r} ({mine.source})",
-                        fix=f"disable one of them, for example with --without {mine.name}",
-                    )
+    owners = {group.name: plugin for plugin, groups in plugins.answers(HookSpecs.declare_options).items() for group in groups}
+    groups = [
+        replace(group, owner=str(plugins.infos[owners[group.name]].origin))
+        for group in plugins.gather(HookSpecs.declare_options)
+    ]
     order = {group.name: index for index, group in enumerate(GROUPS)}
     groups.sort(key=lambda group: (order.get(group.name, len(order)), group.name))
     return Schema(tuple(groups), frozenset(entry.name for entry in plugins.gather(HookSpecs.register_optimizers)))

@@ -85,4 +85,9 @@ from .stateless_random import (
     uniform as uniform,
     uniform_single as uniform_single,
 )
-from .streams import flush_standard_streams as flush_standard_streams, ignore_write_errors as ignore_write_errors
+from .streams import (
+    flush_standard_streams as flush_standard_streams,
+    ignore_write_errors as ignore_write_errors,
+    plugin_output as plugin_output,
+    reserve_stdout as reserve_stdout,
+)

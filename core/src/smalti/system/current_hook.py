@@ -15,6 +15,8 @@ from contextlib import ExitStack, contextmanager, suppress
 from functools import wraps
 from pathlib import Path
 
+from smalti.system.streams import plugin_output
+
 FILE_BYTES = 256
 """Size of the file."""
 
@@ -71,7 +73,8 @@ def record_hook(function: Callable[..., object], hook: str, *, fix: str) -> Call
         if recorded:
             _record.write(text)
         try:
-            return function(*arguments)
+            with plugin_output():
+                return function(*arguments)
         except SystemExit as error:
             message = f"the {hook} called sys.exit({error.code!r})"
             raise RuntimeError(message).with_traceback(error.__traceback__) from error

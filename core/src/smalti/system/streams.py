@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, redirect_stdout, suppress
 from io import TextIOWrapper
 from pathlib import Path
 
@@ -49,3 +49,17 @@ def flush_standard_streams() -> None:
         if stream is not None:  # None in a process that was started without it
             with suppress(OSError, ValueError):  # closed by the reader
                 stream.flush()
+
+
+_reserved = False
+
+
+def reserve_stdout(reserved: bool) -> None:
+    """Whether from now on only commands themselves print on stdout, for example JSON. See `plugin_output`."""
+    global _reserved
+    _reserved = reserved
+
+
+def plugin_output() -> AbstractContextManager[object]:
+    """Around calls of plugins: what they print goes to stderr if stdout is reserved for a command."""
+    return redirect_stdout(sys.stderr) if _reserved else nullcontext()

@@ -1,4 +1,4 @@
-"""The contract kit: what plugins, families, storages, strategies, optimizers and commands must do, as checks.
+"""The contract kit: what plugins, and what they register, must do, as checks.
 
     check_plugin("my_plugin")                     it loads, declares and registers as the core expects
     check_storage(make)                           a place where datasets live
@@ -6,6 +6,9 @@
     check_parallel("my_plugin", "--my_enable")    a distribution strategy, on two real processes
     check_optimizer("my_plugin", "my_optimizer")  an optimizer by its name
     check_commands("my_plugin")                   the commands that it adds
+    check_metadata_backend(make)                  a metadata backend over some samples
+    check_checkpoint_format(open, path, folder)   the reader of a checkpoint format
+    check_cache(make, fill)                       a cache of `smalti cache`
 
 Each raises `BrokenContract`, or what the checked code raised, with a note that says what the check is for and how to mend
 it. `smalti_testing.pytest` has the same checks as classes to inherit from, one test a check. `two_processes` runs any function
@@ -21,11 +24,14 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from smalti_testing.caches import check_cache
     from smalti_testing.commands import check_commands
     from smalti_testing.contract import BrokenContract, Contract
     from smalti_testing.families import check_family
     from smalti_testing.fault_proxy import Exchange, FaultProxy, Rule
+    from smalti_testing.formats import check_checkpoint_format
     from smalti_testing.memory import MemoryStorage
+    from smalti_testing.metadata import check_metadata_backend
     from smalti_testing.object_store import ObjectStore, juicefs, seaweed
     from smalti_testing.optimizers import check_optimizer
     from smalti_testing.plugins import check_plugin
@@ -45,8 +51,11 @@ __all__ = [
     "RankProcesses",
     "Rule",
     "TinyFamily",
+    "check_cache",
+    "check_checkpoint_format",
     "check_commands",
     "check_family",
+    "check_metadata_backend",
     "check_optimizer",
     "check_parallel",
     "check_plugin",
@@ -57,11 +66,14 @@ __all__ = [
 ]
 
 _HOMES = {
+    "smalti_testing.caches": ("check_cache",),
     "smalti_testing.commands": ("check_commands",),
     "smalti_testing.contract": ("BrokenContract", "Contract"),
     "smalti_testing.families": ("check_family",),
     "smalti_testing.fault_proxy": ("Exchange", "FaultProxy", "Rule"),
+    "smalti_testing.formats": ("check_checkpoint_format",),
     "smalti_testing.memory": ("MemoryStorage",),
+    "smalti_testing.metadata": ("check_metadata_backend",),
     "smalti_testing.object_store": ("ObjectStore", "juicefs", "seaweed"),
     "smalti_testing.optimizers": ("check_optimizer",),
     "smalti_testing.plugins": ("check_plugin",),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
@@ -162,12 +163,101 @@ An *optional* protocol is one that smalti looks for: a class that has its method
 *collective* is called on every rank, in the same order.
 """
 _LONG = 5
+_HOOKS = "smalti.hookspecs:HookSpecs"
 """A class with more methods than these gets a table of them first."""
 
 
 def page() -> str:
     """The whole page, in Markdown."""
-    return "\n".join([_INTRODUCTION, *(line for chapter in CHAPTERS for line in _chapter(chapter))])
+    return "\n".join([_INTRODUCTION, *(line for chapter in CHAPTERS for line in _chapter(chapter)), *_handed_over()])
+
+
+def documented() -> list[str]:
+    """The addresses of all classes on the page: those of the chapters, and what annotations of them and of the hooks name."""
+    chosen = _chosen()
+    named = {found for address in (_HOOKS, *chosen) for found in _classes_named(address)}
+    return [*chosen, *sorted(named - {*chosen}, key=lambda address: address.partition(":")[2])]
+
+
+def _chosen() -> list[str]:
+    """The addresses of the classes of the chapters, each once."""
+    groups = [group for each in CHAPTERS for group in (each.classes, each.optional, each.given, each.bases)]
+    return [*dict.fromkeys(address for group in groups for address in group)]
+
+
+def _handed_over() -> Iterator[str]:
+    """The chapter about what only annotations name."""
+    about = "The other classes that hooks and the methods above take and return: a plugin reads, calls or makes them."
+    yield from ("## What hooks and methods are given", "", about, "")
+    for address in documented()[len(_chosen()) :]:
+        yield from _reference(address)
+
+
+def _reference(address: str) -> Iterator[str]:
+    """A class that no plugin implements, in short: attributes, and a line for each method."""
+    module, _, name = address.partition(":")
+    node = _find(address)
+    parents = [ast.unparse(base) for base in node.bases]
+    inherited = f", a `{' and `'.join(parents)}`" if parents else ""
+    yield from (f"### `{name}`", "", f"*in* `{module}`{inherited}", "", *_docstring_lines(node), "")
+    if fields := list(_fields(node)):
+        yield from _table(fields)
+    members = [
+        (ast.unparse(target), ast.unparse(each.value))
+        for each in node.body
+        if isinstance(each, ast.Assign)
+        for target in each.targets
+        if isinstance(each.value, ast.Constant) and not ast.unparse(target).startswith("_")
+    ]
+    if members:
+        yield from ("| member | value |", "|---|---|", *(f"| `{member}` | `{value}` |" for member, value in members), "")
+    if methods := [each for each in _methods(node) if not _is_setter(each)]:
+        rows = (f"| `{_cell(_signature(each))}` | {_cell(_summary(each))} |" for each in methods)
+        yield from ("| method | |", "|---|---|", *rows, "")
+
+
+def _summary(method: ast.FunctionDef) -> str:
+    """The first paragraph of its docstring, in one line."""
+    return " ".join((ast.get_docstring(method) or "").partition("\n\n")[0].split())
+
+
+def _is_setter(method: ast.FunctionDef) -> bool:
+    return any(isinstance(each, ast.Attribute) and each.attr == "setter" for each in method.decorator_list)
+
+
+def _classes_named(address: str) -> Iterator[str]:
+    """The addresses of the public classes of smalti in the annotations of a class: of its fields and public methods."""
+    home, node = _locate(address)
+    for statement in node.body:
+        annotations: list[ast.expr | None] = []
+        if isinstance(statement, ast.AnnAssign):
+            annotations.append(statement.annotation)
+        elif isinstance(statement, ast.FunctionDef) and not statement.name.startswith("_"):
+            given = statement.args
+            annotations += [each.annotation for each in (*given.posonlyargs, *given.args, *given.kwonlyargs)] + [
+                statement.returns
+            ]
+        for each in filter(None, annotations):
+            for name in dict.fromkeys(found.id for found in ast.walk(each) if isinstance(found, ast.Name)):
+                if (found_at := _address_of(name, home)) is not None:
+                    yield found_at
+
+
+def _address_of(name: str, home: str) -> str | None:
+    """Where plugins import a class from that a module of smalti names so; None for anything else."""
+    module = home
+    for statement in ast.walk(_parsed(*_parts(home))):
+        if isinstance(statement, ast.ImportFrom) and name in [each.name for each in statement.names]:
+            module = statement.module or ""
+    if module.partition(".")[0] != "smalti":
+        return None
+    room = ".".join(module.split(".")[:2])
+    for package in ("smalti", room):
+        with suppress(LookupError):
+            found, _ = _locate(f"{package}:{name}")
+            if found == module or found.startswith(f"{room}."):
+                return f"{package}:{name}"
+    return None
 
 
 def _chapter(chapter: Chapter) -> Iterator[str]:
@@ -290,16 +380,40 @@ def _cell(text: str) -> str:
 
 
 def _find(address: str) -> ast.ClassDef:
-    """The definition of a class, in the module from which its package has it."""
+    """The definition of a class, in the module from which its package has it. Raises LookupError if there is none."""
+    return _locate(address)[1]
+
+
+@cache
+def _locate(address: str) -> tuple[str, ast.ClassDef]:
+    """The module that defines a class, and the definition. Raises LookupError for a name that is no class."""
     package, _, name = address.partition(":")
+    if not files(_root(package)).joinpath(*package.split(".")[1:]).is_dir():
+        return package, _class_in(package, name)
     for statement in _parsed(package, "__init__.pyi").body:
         if isinstance(statement, ast.ImportFrom) and name in [each.name for each in statement.names]:
-            parts = (statement.module or "").split(".")
-            if files(package).joinpath(*parts).is_dir():  # another room, with a face of its own
-                return _find(f"{package}.{statement.module}:{name}")
-            module = _parsed(package, *parts)
-            return next(each for each in module.body if isinstance(each, ast.ClassDef) and each.name == name)
+            module = f"{package}.{statement.module}"
+            if files(_root(package)).joinpath(*module.split(".")[1:]).is_dir():  # another room, with a face of its own
+                return _locate(f"{module}:{name}")
+            return module, _class_in(module, name)
     raise LookupError(address)
+
+
+def _class_in(module: str, name: str) -> ast.ClassDef:
+    for each in _parsed(*_parts(module)).body:
+        if isinstance(each, ast.ClassDef) and each.name == name:
+            return each
+    raise LookupError(f"{module}:{name}")
+
+
+def _root(package: str) -> str:
+    return package.partition(".")[0]
+
+
+def _parts(module: str) -> tuple[str, ...]:
+    """A module for `_parsed`."""
+    package, *parts = module.split(".")
+    return (package, *parts)
 
 
 @cache

@@ -16,12 +16,17 @@ from typing import ClassVar, TypeVar
 
 import pytest
 
-from smalti.data import Storage
+from smalti.checkpoint import Source
+from smalti.data import MetadataSource, Storage
 from smalti.models import ModelFamily
+from smalti.plugins import Cache
+from smalti_testing.caches import CACHE, CacheSubject
 from smalti_testing.commands import COMMAND, CommandSubject
 from smalti_testing.contract import Contract
 from smalti_testing.families import FAMILY
 from smalti_testing.family_subject import CAPTIONS, FamilySubject
+from smalti_testing.formats import CHECKPOINT_FORMAT, FormatSubject
+from smalti_testing.metadata import METADATA, MetadataSubject
 from smalti_testing.optimizers import OPTIMIZER, OptimizerSubject
 from smalti_testing.plugins import PLUGIN, PluginSubject
 from smalti_testing.ranks import RankProcesses, two_processes
@@ -99,6 +104,58 @@ class StorageContract(ContractTests):
 
     def run_check(self, name: str, folder: Path) -> None:
         self.contract.run(name, StorageSubject(make=self.make, root=folder, writes=self.writes))
+
+
+@_with_tests
+class MetadataContract(ContractTests):
+    """Define `make`."""
+
+    contract = METADATA
+
+    def make(self, folder: Path) -> MetadataSource:
+        """The source of at least two samples. `folder` is empty at first; the source lists the same ones each time."""
+        raise NotImplementedError
+
+    def run_check(self, name: str, folder: Path) -> None:
+        self.contract.run(name, MetadataSubject(make=lambda: self.make(folder)))
+
+
+@_with_tests
+class CheckpointFormatContract(ContractTests):
+    """Define `open`, which is the factory, and `checkpoint`."""
+
+    contract = CHECKPOINT_FORMAT
+
+    def open(self, path: Path) -> Source:
+        """Open the checkpoint in this folder."""
+        raise NotImplementedError
+
+    def checkpoint(self, folder: Path) -> Path:
+        """Write a sound checkpoint below the empty folder `folder`; returns where it is."""
+        raise NotImplementedError
+
+    def run_check(self, name: str, folder: Path) -> None:
+        room = folder / "room"
+        room.mkdir()
+        self.contract.run(name, FormatSubject(open=self.open, checkpoint=self.checkpoint(folder), folder=room))
+
+
+@_with_tests
+class CacheContract(ContractTests):
+    """Define `make` and `fill`."""
+
+    contract = CACHE
+
+    def make(self, folder: Path) -> Cache:
+        """Open the cache, for which there is an empty folder."""
+        raise NotImplementedError
+
+    def fill(self, cache: Cache) -> None:
+        """Put something into it."""
+        raise NotImplementedError
+
+    def run_check(self, name: str, folder: Path) -> None:
+        self.contract.run(name, CacheSubject(make=lambda: self.make(folder), fill=self.fill))
 
 
 @_with_tests

@@ -16,7 +16,6 @@ from smalti.checkpoint.format.safetensors_reader import TensorFiles
 from smalti.checkpoint.format.state_file import read_state
 from smalti.checkpoint.format.verification import verify
 from smalti.errors import CheckpointError
-from smalti.system import Block
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,8 +46,8 @@ class Source(Protocol):
     @property
     def contents(self) -> Contents: ...
 
-    def read(self, name: str) -> Iterable[Block]:
-        """The bytes of the tensor that `contents` has under this name, row by row, in blocks of any size."""
+    def read(self, name: str) -> Iterable[bytes | memoryview]:
+        """The bytes of the tensor that `contents` has under this name, row by row, in pieces of any size."""
         ...
 
 
@@ -71,7 +70,7 @@ class OwnCheckpoint:
             flags=manifest.flags,
         )
 
-    def read(self, name: str) -> Iterable[Block]:
+    def read(self, name: str) -> Iterable[bytes | memoryview]:
         group, _, tensor = name.partition("/")
         return [self._groups[group].read(tensor)]
 

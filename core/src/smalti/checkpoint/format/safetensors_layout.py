@@ -50,7 +50,10 @@ class Chunk:
 
 @dataclass(frozen=True, kw_only=True)
 class StoredTensor:
-    """A complete tensor in the files of a directory. `chunks` is the number of chunks that it is stored in."""
+    """A complete tensor in the files of a directory. `chunks` is the number of chunks that it is stored in.
+
+    `dtype` is a type of safetensors, one of `smalti.checkpoint.ITEM_SIZES`: "F32" and "BF16", not torch's "float32".
+    """
 
     dtype: str
     shape: tuple[int, ...]

@@ -10,6 +10,7 @@ Importing this module imports no torch.
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import tempfile
@@ -23,12 +24,14 @@ from pkgutil import resolve_name
 from typing import IO, cast
 
 from smalti import CheckpointError, CheckpointFormat, UserError
-from smalti.checkpoint import Contents, Source, StoredTensor
+from smalti.checkpoint import ITEM_SIZES, Contents, Source, StoredTensor
 from smalti.system import Block, load_json
 
 _BLOCK = 4 * 2**20
 _CONTENTS, _DATA, _END, _ERROR = b"contents", b"data", b"end", b"error"
 """Kinds of messages from the other process. It receives names of tensors only; an empty one ends it."""
+_LETTERS = {"float": "F", "bfloat": "BF", "int": "I", "uint": "U"}
+"""Types of torch and numpy, and the same ones in safetensors."""
 
 
 # --- this process ---------------------------------------------------------------------------------------------------
@@ -91,13 +94,28 @@ def opened(path: Path, kind: CheckpointFormat) -> Iterator[Source]:
                 command, pass_fds=(remote.fileno(),), stdin=subprocess.DEVNULL, stdout=output, stderr=output
             )
         try:
-            yield ExternalSource(path, process, local, output)
+            source = ExternalSource(path, process, local, output)
+            _check_types(source.contents, kind)
+            yield source
         finally:
             with suppress(OSError):  # it has ended already
                 local.send_bytes(b"")
             local.close()
             process.terminate()
             process.wait()
+
+
+def _check_types(contents: Contents, kind: CheckpointFormat) -> None:
+    """Raises CheckpointError if the reader of the format gives a tensor a type that there is not, such as torch's "float32"."""
+    for name, tensor in contents.tensors.items():
+        if tensor.dtype not in ITEM_SIZES:
+            letters, digits = re.match(r"(?:torch\.)?([a-z]*)(.*)", tensor.dtype).groups()
+            meant = f"{_LETTERS.get(letters, letters)}{digits}".upper()
+            message = f"{kind.kind} {kind.name!r} of {kind.origin} gives {name} the type {tensor.dtype!r}, which is unknown"
+            known = repr(meant) if meant in ITEM_SIZES else f"one of {', '.join(ITEM_SIZES)}"
+            raise CheckpointError(
+                message, fix=f"its StoredTensor needs dtype={known}, as in safetensors; {kind.origin.workaround}"
+            )
 
 
 def decoded(data: bytes) -> Contents:
