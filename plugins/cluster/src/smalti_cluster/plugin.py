@@ -19,7 +19,7 @@ from smalti import (
 from smalti.config import LaunchOptions
 from smalti.rundir import Phase
 from smalti_cluster.limits.drain import is_watched
-from smalti_cluster.options import GROUP, ClusterOptions, node_problems, node_range
+from smalti_cluster.options import GROUP, ClusterOptions, launcher_problems, node_problems, node_range
 
 if TYPE_CHECKING:
     from smalti_cluster.limits.time_limit import TimeLimit
@@ -37,7 +37,7 @@ class Cluster:
 
     @hookimpl
     def check_config(self, config: Config) -> list[Problem]:
-        return config.run_checks(node_problems)
+        return config.run_checks(launcher_problems, node_problems)
 
     @hookimpl
     def register_commands(self, commands: CommandCollector) -> None:
