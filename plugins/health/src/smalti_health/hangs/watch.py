@@ -22,6 +22,7 @@ import torch
 import smalti
 from smalti import RankInfo, RunState
 from smalti.parallel import ProgressBoard, RankWork, describe_work
+from smalti.rundir import RunDirectory
 from smalti.system import Process, current_hook, seconds_without_progress
 from smalti.training import StepTimes
 from smalti_health.hangs.deadlines import Deadlines
@@ -30,6 +31,7 @@ from smalti_health.hangs.options import HangOptions
 from smalti_health.hangs.rank_progress import OwnTime, RankProgress, Standstill, described, process_of, standstill
 from smalti_health.hangs.report import report_hang, report_waiting
 from smalti_health.hangs.stacks import StackDumps
+from smalti_health.hangs.stops import asked_since, grace_of
 from smalti_health.hangs.stragglers import Stragglers
 
 EVERY_SECONDS = 1.0
@@ -62,7 +64,8 @@ def watch_for_hangs(info: RankInfo, state: RunState, options: HangOptions) -> Ha
 class HangWatch:
     """On each rank, from when the ranks are connected. Call `note_step` after each step.
 
-    `board` is None for a single process. `stops` ends the run at a hang. With deadlines below a minute, ranks look more often.
+    `board` is None for a single process. `stops` ends the run at a hang; one that was asked to stop ends then in any case. With
+    deadlines below a minute, ranks look more often.
     """
 
     def __init__(
@@ -93,6 +96,7 @@ class HangWatch:
         self._read_at = 0.0
         self._notices = 0
         self._reported_of = 0.0
+        self._ended = False
 
     def start(self) -> None:
         self._stacks.open()
@@ -212,6 +216,28 @@ class HangWatch:
         if found.hang and active_at != self._reported_of:  # once for each standstill
             self._reported_of = active_at
             self._hang(found, ranks, now)
+        if self._board is not None and not self._ended:
+            self._end_if_asked(self._board, found, ranks, speaks=speaks)
+
+    def _end_if_asked(self, board: ProgressBoard, found: Standstill, ranks: dict[int, RankProgress], *, speaks: bool) -> None:
+        """End the run as for a lost rank if it was asked to stop and its ranks cannot agree on that. One with the state saves.
+
+        They cannot if they hang, or if none of the awaited has made progress for a while and half of the grace is over.
+        """
+        asked = asked_since(RunDirectory(self._info.directory), self._state)
+        if asked is None:
+            return
+        now, grace = time.time(), grace_of(self._info.config)
+        still = all(
+            rank in ranks and now - ranks[rank].active >= IDLE_SECONDS * self._pace for rank in found.awaited or found.waiting
+        )
+        if not found.hang and (grace is None or asked < grace / 2 or not still):
+            return
+        self._ended = True
+        if speaks:
+            message = f"the run was asked to stop {asked:.0f} s ago, and its ranks make no progress: a rank that has the state"
+            report_waiting(self._info, self._state, f"{message} saves it, and the run ends; {described(found, ranks, now)}")
+        board.alarm()
 
     def _notice_due(self, idle: float) -> bool:
         """Whether another of `NOTICE_SECONDS` has passed."""
