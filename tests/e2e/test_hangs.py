@@ -6,6 +6,7 @@ import time
 import psutil
 import pytest
 
+from smalti import ExitCode
 from smalti.checkpoint.format.store import CheckpointStore
 from smalti.checkpoint.format.verification import verify
 from smalti.rundir import read_events
@@ -92,6 +93,29 @@ def test_a_stop_while_a_rank_hangs_saves_from_another_one(tmp_path, start, limit
     assert "rank 1 did not return from hook 'on_step_end' of plugin 'probe' (smalti-probe 1.0)" in last
     assert "step 3 from rank 0" in last
     assert newest(run.directory).step == 3
+
+
+@pytest.mark.parametrize("kind", ["sleep", "hang"])
+def test_a_stop_while_a_hook_of_a_single_process_hangs_ends_it(tmp_path, start, kind):
+    """With a checkpoint, unless it hangs in a library that minds no signal."""
+    options = {**ENDLESS, "checkpoint_step_interval": 0, "phase_deadlines": ["first_step=5"]}
+    run = start(tmp_path / "run", **options, probe=True, variables={"PROBE_SPOIL": f"{kind}:0:3"})
+    run.wait_for_step(2)
+    events = tmp_path / "run" / "events.jsonl"
+    while not (hangs := [event for event in read_events(events) if event.fields.get("hang")]):
+        time.sleep(0.2)
+    asked = time.monotonic()
+    run.process.send_signal(signal.SIGTERM)
+    code, output = run.wait()
+    assert "in hook 'on_step_end' of plugin 'probe' (smalti-probe 1.0)" in hangs[0].text("message")
+    assert time.monotonic() - asked < 60
+    assert "the run was asked to stop" in output
+    if kind == "hang":
+        assert code == ExitCode.KILLED, output
+        assert "ending now: what was saved before is complete" in output
+    else:
+        assert (code, newest(run.directory).step) == (ExitCode.FAILED, 3), output
+        assert "raised by plugin 'probe' (smalti-probe 1.0) in hook 'on_step_end'" in output
 
 
 def test_without_the_watch_a_hang_ends_the_run_after_the_time_limit_of_the_process_group(tmp_path, launch):
