@@ -118,10 +118,12 @@ def starting(pictures: Path) -> Iterator[Callable[..., "Started"]]:
     """Start runs and return at once, to watch, ask and signal them. They are killed when this is over."""
     started = []
 
-    def begin(directory: Path, *, terminal: int | None = None, variables: dict | None = None, **options) -> Started:
+    def begin(
+        directory: Path, *, terminal: int | None = None, variables: dict | None = None, probe: bool = False, **options
+    ) -> Started:
         process = ForkedPopen(
             command(pictures, directory, **options),
-            env=environment(directory, probe=False, **(variables or {})),
+            env=environment(directory, probe=probe, **(variables or {})),
             stdin=terminal,
             stdout=subprocess.PIPE if terminal is None else terminal,
             stderr=subprocess.STDOUT,

@@ -1,10 +1,12 @@
 """A rank that hangs is named by the others, with stacks where it gives them, and one that has the state saves it."""
 
 import signal
+import time
 
 import psutil
 import pytest
 
+from smalti import ExitCode
 from smalti.checkpoint.format.store import CheckpointStore
 from smalti.checkpoint.format.verification import verify
 from smalti.rundir import read_events
@@ -68,6 +70,52 @@ def test_a_plugin_whose_hook_does_not_come_back_is_named(tmp_path, launch, kind,
     assert f"{blame}\n  fix: update smalti-probe, or disable the plugin with --without probe\n" in last
     assert "dmesg" not in last
     assert f"step 3 from rank {saver}" in last
+
+
+@pytest.mark.parametrize(
+    "limits",
+    [{"phase_deadlines": ["first_step=5"]}, {"phase_deadlines": ["paused=5"], "grace_seconds": 8}],
+    ids=["hang", "grace"],
+)
+def test_a_stop_while_a_rank_hangs_saves_from_another_one(tmp_path, start, limits):
+    """Reported already, or before its deadline but after half of the time until the process is killed."""
+    options = {**ENDLESS, "num_processes": 2, "checkpoint_step_interval": 0, **limits}
+    run = start(tmp_path / "run", **options, probe=True, variables={"PROBE_SPOIL": "hang:1:3"})
+    run.wait_for_step(3)
+    while "grace_seconds" not in limits and not any(e.fields.get("hang") for e in read_events(run.directory / "events.jsonl")):
+        time.sleep(0.2)
+    asked = time.monotonic()
+    run.process.send_signal(signal.SIGTERM)
+    code, output = run.wait()
+    assert (code, time.monotonic() - asked < 60) == (9, True), output
+    assert "the run was asked to stop" in output
+    last = output[output.index("ended with exit code 9: ") :]
+    assert "rank 1 did not return from hook 'on_step_end' of plugin 'probe' (smalti-probe 1.0)" in last
+    assert "step 3 from rank 0" in last
+    assert newest(run.directory).step == 3
+
+
+@pytest.mark.parametrize("kind", ["sleep", "hang"])
+def test_a_stop_while_a_hook_of_a_single_process_hangs_ends_it(tmp_path, start, kind):
+    """With a checkpoint, unless it hangs in a library that minds no signal."""
+    options = {**ENDLESS, "checkpoint_step_interval": 0, "phase_deadlines": ["first_step=5"]}
+    run = start(tmp_path / "run", **options, probe=True, variables={"PROBE_SPOIL": f"{kind}:0:3"})
+    run.wait_for_step(2)
+    events = tmp_path / "run" / "events.jsonl"
+    while not (hangs := [event for event in read_events(events) if event.fields.get("hang")]):
+        time.sleep(0.2)
+    asked = time.monotonic()
+    run.process.send_signal(signal.SIGTERM)
+    code, output = run.wait()
+    assert "in hook 'on_step_end' of plugin 'probe' (smalti-probe 1.0)" in hangs[0].text("message")
+    assert time.monotonic() - asked < 60
+    assert "the run was asked to stop" in output
+    if kind == "hang":
+        assert code == ExitCode.KILLED, output
+        assert "ending now: what was saved before is complete" in output
+    else:
+        assert (code, newest(run.directory).step) == (ExitCode.FAILED, 3), output
+        assert "raised by plugin 'probe' (smalti-probe 1.0) in hook 'on_step_end'" in output
 
 
 def test_without_the_watch_a_hang_ends_the_run_after_the_time_limit_of_the_process_group(tmp_path, launch):

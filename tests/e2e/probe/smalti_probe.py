@@ -5,7 +5,8 @@ model's output not finite in that step, "fault" raises the error of a broken acc
 always; "error" raises a plain one, "kill" is `kill -9`, "save" fails to write the checkpoint of that step, "sample" to draw
 or to evaluate after it, "stop" asks for a stop after that step, "preempt" does so with SIGUSR1; "terminate" is SIGTERM
 while the run is built, at step 0. "stuck" never comes back from the backward pass, as from a device that waits for another
-rank: a call that lets other threads run and minds no signal; "hang" does so in the hook `on_step_end`, where "collective"
+rank: a call that lets other threads run and minds no signal; "hang" does so in the hook `on_step_end`, where "sleep" waits
+for what never comes, and "collective"
 makes a collective call of its own. "memory" runs out of memory, where leaving the group would wait for the others, as with
 NCCL. PROBE_RAISE names hooks that fail, PROBE_EXIT hooks that exit, PROBE_FAULT is the answer to a fault. "report" reports a
 fault in another thread after that step, at step 0 while the run is built; "report-stuck" also never comes back from that hook.
@@ -183,6 +184,8 @@ class Probe:
             driver.with_suffix(".next").replace(driver)
         if self.kind in ("hang", "report-stuck") and self.due(result.step):
             wait_for_ever()
+        if self.kind == "sleep" and self.due(result.step):
+            threading.Event().wait()
         if self.kind == "collective" and self.due(result.step):
             import torch
 

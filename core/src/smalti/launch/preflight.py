@@ -47,7 +47,7 @@ from smalti.launch.plan import (
 from smalti.parallel import ImageSize, accelerator_kind, choose_precision, cost_of, cpu_notices, describe, describe_devices
 from smalti.plugins import Plugins, choose_distributed, create, lines_of_each
 from smalti.rundir import STOPPED_EARLY, RunDirectory, RunWriter, acquire, overview
-from smalti.system import Stopped, Terminated, exit_reports, importing, interrupt_main_thread
+from smalti.system import Stopped, Terminated, exit_reports, importing, interrupt_main_thread, record_hook_in
 from smalti.training import check_resumable
 from smalti.types import DistributedPlan, LaunchEntry
 
@@ -137,7 +137,8 @@ class LaunchSite:
 
         os.environ.update(plan.environment)
         try:
-            outcome = run_rank(config, self.plugins, self.writer)
+            with record_hook_in(None):
+                outcome = run_rank(config, self.plugins, self.writer)
         except GpuFaultError as error:
             return error.exit_code, str(error)
         except KeyboardInterrupt as stop:

@@ -10,7 +10,6 @@ import logging
 import os
 import sys
 from collections.abc import Mapping
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -75,7 +74,7 @@ def _work(directory: Path) -> None:
         from smalti.launch.rank import run_rank
 
     try:
-        with record_hook_in(hook_file()) if launched() else nullcontext():
+        with record_hook_in(hook_file() if launched() else None):
             outcome = run_rank(*load_run(directory))
     except BaseException as error:
         write_exit_report(exit_code_of(error), describe(error))

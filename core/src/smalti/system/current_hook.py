@@ -29,10 +29,9 @@ class _HookRecord:
         self.thread = 0
         self.text = b" " * FILE_BYTES
 
-    def active(self) -> bool:
-        return self.file is not None and self.thread == threading.get_ident()
-
     def write(self, text: bytes) -> None:
+        if self.thread != threading.get_ident():
+            return
         self.text = text
         if self.file is not None:
             with suppress(OSError):  # a lost record must not end the run
@@ -43,19 +42,20 @@ _record = _HookRecord()
 
 
 def current_hook() -> str:
-    """The hook that the thread of the training loop executes, with its plugin; "" outside of hooks, and without a launcher."""
+    """The hook that the thread of the training loop executes, with its plugin; "" outside of hooks."""
     return _record.text.decode(errors="replace").partition("\n")[0].strip()
 
 
 @contextmanager
-def record_hook_in(path: Path) -> Iterator[None]:
-    """Record the hook that this thread executes in the file at `path`, `FILE_BYTES` long. No effect if it is missing."""
+def record_hook_in(path: Path | None) -> Iterator[None]:
+    """Record the hook that this thread executes, also in the file at `path`, `FILE_BYTES` long, unless that is missing."""
     with ExitStack() as closing:
-        with suppress(FileNotFoundError):
+        closing.callback(vars(_record).update, file=None, thread=0)
+        _record.thread = threading.get_ident()
+        if path is not None and path.exists():
             file = os.open(path, os.O_WRONLY)
             closing.callback(os.close, file)
-            closing.callback(setattr, _record, "file", None)
-            _record.file, _record.thread = file, threading.get_ident()
+            _record.file = file
         yield
 
 
@@ -69,9 +69,8 @@ def record_hook(function: Callable[..., object], hook: str, *, fix: str) -> Call
 
     @wraps(function)
     def call(*arguments: object) -> object:
-        recorded, outer = _record.active(), _record.text
-        if recorded:
-            _record.write(text)
+        outer = _record.text
+        _record.write(text)
         try:
             with plugin_output():
                 return function(*arguments)
@@ -79,7 +78,6 @@ def record_hook(function: Callable[..., object], hook: str, *, fix: str) -> Call
             message = f"the {hook} called sys.exit({error.code!r})"
             raise RuntimeError(message).with_traceback(error.__traceback__) from error
         finally:
-            if recorded:
-                _record.write(outer)
+            _record.write(outer)
 
     return call

@@ -5,6 +5,7 @@ from random import Random
 
 import pytest
 
+from smalti_health.policy import xids
 from smalti_health.policy.decisions import Action
 from smalti_health.policy.limits import Limits
 from smalti_health.policy.policy import Policy, decide
@@ -91,3 +92,26 @@ def test_the_payload_has_the_fields_of_the_reference():
         "memory_used_percent": None,
         "xid": 79,
     }
+
+
+XIDS = {
+    Action.STOP_NOW: {46, 62, 64, 79, 95, 109, 110, 119, 120, 136, 140, 143, 151, 155, 156, 158},
+    Action.STOP_SUSPECT: {48, 171, 172},
+    Action.STOP_SAVED: {74},
+    None: {14, 37, 38, 43, 44, 45, 63, 66, 67, 92, 93, 106, 107, 108, 121, 137, 141, 152, 153, 154, 157, 160, 161},
+}
+APPLICATIONS = {8, 11, 13, 25, 31, 32, 60, 80, 88, 89, 94, 139} | {
+    each for first, last in ((39, 41), (68, 73), (75, 77), (82, 86), (96, 105), (126, 135)) for each in range(first, last + 1)
+}
+
+
+def test_xids_have_the_action_of_the_catalogue():
+    expected = {xid: action for action, listed in XIDS.items() for xid in listed}
+    for xid in range(1, 200):
+        decision = xids.decision(xid)
+        assert (decision.action if decision else None) == expected.get(xid, Action.WARN), xid
+        if decision is not None and decision.action is Action.WARN:
+            assert ("an error of a program" in decision.message) == (xid in APPLICATIONS), xid
+    classes = [value for value in vars(xids).values() if isinstance(value, frozenset) and value is not xids.MEMORY]
+    assert sum(map(len, classes)) == len(frozenset().union(*classes))  # none is in two
+    assert frozenset(xid for xid in range(200) if (found := xids.decision(xid)) and found.memory) == {48, 64, 95, 140, 171, 172}

@@ -20,9 +20,10 @@ from statistics import median
 import torch
 
 import smalti
-from smalti import RankInfo, RunState
+from smalti import ExitCode, RankInfo, RunState
 from smalti.parallel import ProgressBoard, RankWork, describe_work
-from smalti.system import Process, current_hook, load_json, seconds_without_progress
+from smalti.rundir import RunDirectory
+from smalti.system import Process, current_hook, exit_within, load_json, seconds_without_progress
 from smalti.training import StepTimes
 from smalti_health.hangs.deadlines import Deadlines
 from smalti_health.hangs.flight_recorder import Call, last_calls, own_dump
@@ -30,6 +31,7 @@ from smalti_health.hangs.options import HangOptions
 from smalti_health.hangs.rank_progress import OwnTime, RankProgress, Standstill, described, process_of, standstill
 from smalti_health.hangs.report import report_hang, report_waiting
 from smalti_health.hangs.stacks import StackDumps
+from smalti_health.hangs.stops import Interruption, asked_since, grace_of
 from smalti_health.hangs.stragglers import Stragglers
 
 EVERY_SECONDS = 1.0
@@ -41,6 +43,8 @@ NOTICE_SECONDS = (60.0, 300.0, 1800.0)
 """After so long the ranks that wait say for whom, and then every time the last of these has passed again."""
 COMPARE_SECONDS = 60.0
 """How often the main rank compares the ranks."""
+INTERRUPTED_SECONDS = 10.0
+"""In which a single process that was interrupted makes progress again, or its save does. Then it ends."""
 _FORWARD_KEPT = 50
 _TORCH, _SMALTI = Path(torch.__file__).parent, Path(smalti.__file__).parent
 _WAITS = f"{_SMALTI}/parallel/"
@@ -62,7 +66,8 @@ def watch_for_hangs(info: RankInfo, state: RunState, options: HangOptions) -> Ha
 class HangWatch:
     """On each rank, from when the ranks are connected. Call `note_step` after each step.
 
-    `board` is None for a single process. `stops` ends the run at a hang. With deadlines below a minute, ranks look more often.
+    `board` is None for a single process. `stops` ends the run at a hang; one that was asked to stop ends then in any case. With
+    deadlines below a minute, ranks look more often.
     """
 
     def __init__(
@@ -93,9 +98,13 @@ class HangWatch:
         self._read_at = 0.0
         self._notices = 0
         self._reported_of = 0.0
+        self._ended = False
+        self._interruption = Interruption()
 
     def start(self) -> None:
         self._stacks.open()
+        if self._board is None:
+            self._interruption.open()
         describe_work(self._work)
         describe_work(self._saving, "saving")
         threading.Thread(target=self._watch, name="smalti-hangs", daemon=True).start()
@@ -109,6 +118,7 @@ class HangWatch:
     def close(self) -> None:
         self._over.set()
         self._stacks.close()
+        self._interruption.close()
 
     def _watch(self) -> None:
         while not self._over.wait(EVERY_SECONDS * self._pace):
@@ -188,7 +198,8 @@ class HangWatch:
         while frame.f_back is not None and frame.f_code.co_filename.startswith(_WAITS) and frame.f_code.co_name.startswith("_"):
             frame = frame.f_back  # to the call by its name
         file = frame.f_code.co_filename
-        return f"{frame.f_code.co_name} ({Path(file).name}:{frame.f_lineno})", waits_in(file, calls)
+        place = f"{frame.f_code.co_name} ({Path(file).name}:{frame.f_lineno})"
+        return ", in ".join(filter(None, (place, current_hook()))), waits_in(file, calls)
 
     def _compare_ranks(self, mine: RankProgress) -> None:
         """On the main rank, now and then: report ranks whose forward passes are steadily slower."""
@@ -212,6 +223,40 @@ class HangWatch:
         if found.hang and active_at != self._reported_of:  # once for each standstill
             self._reported_of = active_at
             self._hang(found, ranks, now)
+        if not self._ended:
+            self._end_if_asked(found, ranks, speaks=speaks)
+
+    def _end_if_asked(self, found: Standstill, ranks: dict[int, RankProgress], *, speaks: bool) -> None:
+        """End the run as for a lost rank if it was asked to stop and its ranks cannot agree on that. One with the state saves.
+
+        They cannot if they hang, or if none of the awaited has made progress for a while and half of the grace is over.
+        """
+        asked = asked_since(RunDirectory(self._info.directory), self._state) or self._interruption.asked_since()
+        if asked is None:
+            return
+        now, grace = time.time(), grace_of(self._info.config)
+        still = all(
+            rank in ranks and now - ranks[rank].active >= IDLE_SECONDS * self._pace for rank in found.awaited or found.waiting
+        )
+        if not found.hang and (grace is None or asked < grace / 2 or not still):
+            return
+        self._ended = True
+        if speaks:
+            who = "it" if self._board is None else "a rank that has the state"
+            message = f"the run was asked to stop {asked:.0f} s ago, and makes no progress: {who} saves if possible, and ends"
+            report_waiting(self._info, self._state, f"{message}; {described(found, ranks, now)}")
+        if self._board is not None:
+            self._board.alarm()
+        else:
+            self._interrupt()
+
+    def _interrupt(self) -> None:
+        """End what hangs in a single process by an error, after which the state is saved, or else the process."""
+        active_at = self._info.phases.active_at
+        self._interruption.interrupt()
+        if not self._over.wait(INTERRUPTED_SECONDS) and self._info.phases.active_at == active_at:
+            print("smalti: ending now: what was saved before is complete, the steps since then are lost", file=sys.stderr)
+            exit_within(INTERRUPTED_SECONDS, ExitCode.KILLED)
 
     def _notice_due(self, idle: float) -> bool:
         """Whether another of `NOTICE_SECONDS` has passed."""
