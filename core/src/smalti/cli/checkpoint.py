@@ -20,31 +20,26 @@ import click
 from smalti.checkpoint import ListedCheckpoint, Manifest, StoredTensor, check_new
 from smalti.cli.output import counted, format_bytes, print_table, progress_bar
 from smalti.cli.pages.help import Group
-from smalti.cli.places import LocalPlace, Place, PlaceType
-from smalti.errors import CheckpointError
+from smalti.cli.places import LocalPlace, Place, place_at
+from smalti.errors import CheckpointError, UserError
 from smalti.plugins import load_plugins, selection_of
 from smalti.system import parse_bytes
 
 if TYPE_CHECKING:
     from smalti.checkpoint import Precision
 
-_PLACE = PlaceType()
 _NEW = click.Path(path_type=Path)
 
 
-class _Size(click.ParamType[int]):
+def _file_size(text: str) -> int:
     """A number of bytes, such as 10GB (10**10) or 5GiB."""
-
-    name = "size"
-
-    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        try:
-            size = parse_bytes(str(value))
-        except ValueError as error:
-            self.fail(f"{error}", param, ctx)
-        if size < 1:
-            self.fail(f"{value!r} is too small", param, ctx)
-        return size
+    try:
+        size = parse_bytes(text)
+    except ValueError as error:
+        raise UserError(f"--max_shard_size: {error}", fix="--max_shard_size=5GB") from None
+    if size < 1:
+        raise UserError(f"--max_shard_size: {text!r} is too small", fix="--max_shard_size=5GB")
+    return size
 
 
 _as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
@@ -64,7 +59,7 @@ def checkpoint() -> None:
 
 
 @checkpoint.command("ls", examples=("smalti checkpoint ls runs/first",))
-@click.argument("run_dir", type=_PLACE)
+@click.argument("run_dir", type=place_at)
 @_as_json
 def list_checkpoints(run_dir: Place, as_json: bool) -> None:
     """List the checkpoints of RUN_DIR, a folder or URL. Reads only their manifests; `verify` reads everything."""
@@ -88,7 +83,7 @@ def list_checkpoints(run_dir: Place, as_json: bool) -> None:
         "smalti checkpoint inspect runs/first/checkpoints/step-00001000 --tensors",
     ),
 )
-@click.argument("path", type=_PLACE)
+@click.argument("path", type=place_at)
 @click.option("--tensors", is_flag=True, help="List every tensor with its shape.")
 @_as_json
 @click.pass_context
@@ -130,7 +125,7 @@ def inspect_checkpoint(context: click.Context, path: Place, tensors: bool, as_js
 
 
 @checkpoint.command("verify", examples=("smalti checkpoint verify runs/first", "smalti checkpoint verify runs/first --json"))
-@click.argument("path", type=_PLACE)
+@click.argument("path", type=place_at)
 @_as_json
 @click.pass_context
 def verify_checkpoints(context: click.Context, path: Place, as_json: bool) -> None:
@@ -161,7 +156,7 @@ def verify_checkpoints(context: click.Context, path: Place, as_json: bool) -> No
         "smalti checkpoint export runs/first --to=single --single_file --dtype=bf16",
     ),
 )
-@click.argument("path", type=_PLACE)
+@click.argument("path", type=place_at)
 @click.option("--to", "target", required=True, metavar="FOLDER", type=_NEW, help="Folder to create. It must not exist yet.")
 @click.option("--step", type=click.IntRange(min=0), help="Step of the checkpoint. Default: the newest one that is intact.")
 @click.option(
@@ -190,7 +185,7 @@ def verify_checkpoints(context: click.Context, path: Place, as_json: bool) -> No
 @click.option(
     "--max_shard_size",
     "largest_file",
-    type=_Size(),
+    type=_file_size,
     default="10GB",
     show_default=True,
     metavar="SIZE",
