@@ -11,7 +11,7 @@ from smalti.checkpoint.format.safetensors_layout import Chunk, encode_header
 from smalti.checkpoint.format.state_file import State
 from smalti.checkpoint.format.store import CheckpointStore
 from smalti.cli.checkpoint import checkpoint
-from smalti.errors import UserError
+from smalti.errors import CheckpointError, UserError
 
 
 def make(run, step, *, elements=600, flags=()):
@@ -92,8 +92,9 @@ def test_inspecting_for_machines_shows_every_tensor_too(tmp_path):
 def test_inspecting_what_cannot_be_read_fails_with_the_reason(tmp_path):
     path = make(tmp_path, 500)
     (path / "model/a.safetensors").write_bytes(b"\x80\x04]q\x00.")
-    done = call("inspect", path)
-    assert (done.exit_code, "is not a valid safetensors file" in done.output) == (1, True)
+    refused = CliRunner().invoke(checkpoint, ["inspect", str(path)]).exception
+    assert isinstance(refused, CheckpointError)
+    assert "is not a valid safetensors file" in refused.message
 
 
 def test_whole_checkpoints_verify(tmp_path):

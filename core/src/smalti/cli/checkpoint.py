@@ -86,20 +86,15 @@ def list_checkpoints(run_dir: Place, as_json: bool) -> None:
 @click.argument("path", type=place_at)
 @click.option("--tensors", is_flag=True, help="List every tensor with its shape.")
 @_as_json
-@click.pass_context
-def inspect_checkpoint(context: click.Context, path: Place, tensors: bool, as_json: bool) -> None:
+def inspect_checkpoint(path: Place, tensors: bool, as_json: bool) -> None:
     """Show what a checkpoint contains.
 
     PATH is the path or URL of a checkpoint, or of a run directory (its newest). Contents are not verified.
     """
     found = path.newest()
-    try:
-        if (manifest := found.manifest) is None:
-            raise CheckpointError(found.problem)
-        groups = path.tensors(found)
-    except CheckpointError as error:
-        click.echo(f"{found.path}: {error.message}", err=True)
-        context.exit(1)
+    if (manifest := found.manifest) is None:
+        raise CheckpointError(f"{found.path}: {found.problem}", fix="give another checkpoint of the run, or its directory")
+    groups = path.tensors(found)
     if as_json:
         _print_json(_manifest_as_json(found.path, manifest) | {"groups": _groups_as_json(groups, tensors)})
         return
@@ -116,8 +111,7 @@ def inspect_checkpoint(context: click.Context, path: Place, tensors: bool, as_js
         if value:
             click.echo(f"{name:<12}{value}")
     for group, stored in groups.items():
-        elements = sum(tensor.elements for tensor in stored.values())
-        size = f"{elements:,} elements, {format_bytes(_size(stored))}"
+        size = f"{_elements(stored):,} elements, {format_bytes(_size(stored))}"
         click.echo(f"\n{group}: {counted(len(stored), 'tensor')}, {size}, {_types(stored)}")
         if tensors:
             rows = [(name, t.dtype, str(list(t.shape)), format_bytes(t.size)) for name, t in stored.items()]
@@ -284,17 +278,11 @@ def _manifest_as_json(path: str, manifest: Manifest) -> dict[str, object]:
 
 
 def _groups_as_json(groups: Mapping[str, Mapping[str, StoredTensor]], tensors: bool) -> dict[str, object]:
-    described: dict[str, object] = {}
-    for group, found in groups.items():
-        summary: dict[str, object] = {
-            "tensors": len(found),
-            "elements": sum(tensor.elements for tensor in found.values()),
-            "size": _size(found),
-        }
-        if tensors:
-            summary["contents"] = {name: vars(tensor) for name, tensor in found.items()}
-        described[group] = summary
-    return described
+    return {
+        group: {"tensors": len(found), "elements": _elements(found), "size": _size(found)}
+        | ({"contents": {name: vars(tensor) for name, tensor in found.items()}} if tensors else {})
+        for group, found in groups.items()
+    }
 
 
 def _print_verification(each: ListedCheckpoint, problems: Sequence[str]) -> None:
@@ -308,6 +296,10 @@ def _print_verification(each: ListedCheckpoint, problems: Sequence[str]) -> None
 
 def _print_json(value: object) -> None:
     click.echo(json.dumps(value, indent=2, ensure_ascii=False))
+
+
+def _elements(tensors: Mapping[str, StoredTensor]) -> int:
+    return sum(tensor.elements for tensor in tensors.values())
 
 
 def _size(tensors: Mapping[str, StoredTensor]) -> int:

@@ -56,7 +56,11 @@ def _parsed(path: Path, text: str) -> object:
         try:
             return tomllib.loads(text)
         except tomllib.TOMLDecodeError as error:
-            raise UserError(f"{path} is not valid TOML: {error}", fix="fix the syntax error") from None
+            place = re.search(r"at line (\d+)", str(error))
+            line = text.split("\n")[int(place[1]) - 1].strip() if place else ""
+            unquoted = re.fullmatch(r"([\w.-]+)\s*=\s*([A-Za-z/~][^\"'#]*)(#.*)?", line)
+            fix = f'text needs quotes: {unquoted[1]} = "{unquoted[2].strip()}"' if unquoted else "fix the syntax error"
+            raise UserError(f"{path} is not valid TOML: {error}{line and f': {line}'}", fix=fix) from None
     if ending == ".json":
         return _parse_json(path, text)
     if ending in (".yaml", ".yml"):
