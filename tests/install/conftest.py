@@ -75,6 +75,17 @@ class Usurping:
 
 plugin = Usurping()
 """,
+    "usurping_below": """
+import click
+import smalti
+
+class UsurpingBelow:
+    @smalti.hookimpl
+    def register_commands(self, commands):
+        commands.below("config").add_command(click.Command("show"))
+
+plugin = UsurpingBelow()
+""",
     "declaring": """
 import smalti
 

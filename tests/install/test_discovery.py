@@ -216,6 +216,13 @@ def test_a_plugin_cannot_replace_a_command(site):
     assert (done.code, "Say hello." in done.out) == (0, True)
 
 
+def test_a_plugin_cannot_replace_a_subcommand(site):
+    done = site.run("usurping_below deepening", "config", "--help")
+    assert "the command 'config show' already exists" in done.error
+    assert "raised by plugin 'usurping_below'" in done.error
+    assert (done.code, "Say hello." in done.out, done.out.count("\n  show ")) == (0, True, 1)
+
+
 def test_two_claims_to_one_run_are_refused_with_both_titles(site, tmp_path):
     (tmp_path / "pictures").mkdir()
     words = ("--instance_data_dir", str(tmp_path / "pictures"), "--output_dir", str(tmp_path / "run"))

@@ -251,7 +251,9 @@ def test_directives_say_what_the_job_needs():
         "--open-mode=append",
         "--constraint=h100",
     ]
-    assert {"--exclusive", "--no-kill", "--nodes=4"} <= set(directives(spares=2))
+    assert {"--exclusive", "--mem=0", "--no-kill", "--nodes=4"} <= set(directives(spares=2))
+    assert {"--exclusive", "--mem=500G"} <= set(directives(mem="500G"))
+    assert "--mem=0" not in directives(mem="500G")
 
 
 @pytest.mark.parametrize("options", [{"partition": "a b"}, {"account": "x\n#SBATCH --nice"}, {"directives": ["rm -r"]}])

@@ -187,8 +187,9 @@ def test_a_damaged_checkpoint_is_skipped_unless_it_was_named(run, url, tmp_path)
 def test_where_there_is_no_checkpoint_the_url_is_named(url):
     with pytest.raises(CheckpointError, match="no checkpoint in s3://"):
         find_to_resume(run_of(url))
-    status, output = call("ls", url)
-    assert (status, f"no checkpoint found in {url}" in output) == (2, True)
+    refused = CliRunner().invoke(smalti, ["checkpoint", "ls", url]).exception
+    assert isinstance(refused, UserError)
+    assert (refused.exit_code, f"no checkpoint found in {url}" in refused.message) == (2, True)
 
 
 def test_a_url_that_no_plugin_opens_names_the_package_or_the_schemes():

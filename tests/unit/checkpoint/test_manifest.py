@@ -110,6 +110,7 @@ def test_json_that_could_mean_two_things_is_refused(data, expected):
         {"step": True},
         {"step": 1.0},
         {"world_size": "2"},
+        {"world_size": 0},
         {"created": 5},
         {"plugins": (1,)},
         {"files": STATE | {"model/a.safetensors": FileRecord(size=-1, digest="ab" * 32)}},

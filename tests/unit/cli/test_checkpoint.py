@@ -11,6 +11,7 @@ from smalti.checkpoint.format.safetensors_layout import Chunk, encode_header
 from smalti.checkpoint.format.state_file import State
 from smalti.checkpoint.format.store import CheckpointStore
 from smalti.cli.checkpoint import checkpoint
+from smalti.errors import CheckpointError, UserError
 
 
 def make(run, step, *, elements=600, flags=()):
@@ -91,8 +92,9 @@ def test_inspecting_for_machines_shows_every_tensor_too(tmp_path):
 def test_inspecting_what_cannot_be_read_fails_with_the_reason(tmp_path):
     path = make(tmp_path, 500)
     (path / "model/a.safetensors").write_bytes(b"\x80\x04]q\x00.")
-    done = call("inspect", path)
-    assert (done.exit_code, "is not a valid safetensors file" in done.output) == (1, True)
+    refused = CliRunner().invoke(checkpoint, ["inspect", str(path)]).exception
+    assert isinstance(refused, CheckpointError)
+    assert "is not a valid safetensors file" in refused.message
 
 
 def test_whole_checkpoints_verify(tmp_path):
@@ -122,8 +124,10 @@ def test_one_checkpoint_can_be_verified_for_machines(tmp_path):
 
 @pytest.mark.parametrize("command", ["ls", "inspect", "verify"])
 def test_where_there_is_no_checkpoint_the_call_was_wrong(tmp_path, command):
-    assert call(command, tmp_path).exit_code == 2
-    assert call(command, tmp_path / "nowhere").exit_code == 2
+    for place, message in ((tmp_path, "no checkpoint found in"), (tmp_path / "nowhere", "there is no folder")):
+        refused = CliRunner().invoke(checkpoint, [command, str(place)]).exception
+        assert isinstance(refused, UserError)
+        assert (refused.exit_code, message in refused.message, bool(refused.fix)) == (2, True, True)
 
 
 def test_looking_at_checkpoints_needs_no_torch():

@@ -75,6 +75,33 @@ def test_a_mistyped_command_gets_the_nearest_one(run):
     assert run("trian")[::2] == (2, "smalti: error: unknown command 'trian'\n  fix: did you mean train?\n")
 
 
+MISTAKES = {
+    "run ls nowhere": ("run ls: invalid value for '[ROOT]...': Directory 'nowhere' does not exist", "check the path; relative"),
+    "checkpoint inspect nowhere": ("there is no folder nowhere", "check the path; relative paths start at"),
+    "checkpoint inspect .": ("no checkpoint found in .", "give a run directory or one of its checkpoints"),
+    "checkpoint export": ("checkpoint export: missing argument 'PATH'", "smalti checkpoint export [OPTIONS] PATH; smalti ch"),
+    "checkpoint export . --format=onnx": ("checkpoint export: invalid value for '--format': 'onnx' is not one", "smalti ch"),
+    "checkpoint export . --to=x --max_shard_size=5X": ("--max_shard_size: '5X' is not a size", "--max_shard_size=5GB"),
+    "run ls --jsn": ("run ls: no such option '--jsn'. Did you mean '--json'?", "smalti run ls [OPTIONS] [ROOT]...; smalti r"),
+}
+
+
+@pytest.mark.parametrize("words", MISTAKES)
+def test_mistakes_in_the_words_of_a_subcommand_are_errors_like_all_others(run, tmp_path, monkeypatch, words):
+    monkeypatch.chdir(tmp_path)
+    code, out, errors = run(*words.split())
+    what, fix = MISTAKES[words]
+    assert (code, out) == (2, "")
+    assert errors.startswith(f"smalti: error: {what}"), errors
+    assert errors.splitlines()[-1].startswith(f"  fix: {fix}"), errors
+    assert len(errors.splitlines()) == 2
+
+
+def test_a_mistyped_subcommand_gets_the_nearest_one(run):
+    assert run("config", "shw")[::2] == (2, "smalti: error: unknown command 'config shw'\n  fix: did you mean show?\n")
+    assert run("run")[::2][0] == 2  # its help
+
+
 def test_a_command_of_a_plugin_that_is_left_out_names_its_package(run, monkeypatch):
     monkeypatch.setenv("SMALTI_WITHOUT", "all")
     code, _, errors = run("detect-blocks")

@@ -239,6 +239,20 @@ def test_a_run_that_never_starts_is_not_waited_for_for_ever(tmp_path: Path) -> N
     assert (result.exit_code, result.stderr) == (1, f"{tmp_path}: never started: prepared, but not started yet\n")
 
 
+def test_watching_where_no_run_is_says_what_is_waited_for_and_which_runs_there_are(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    prepare(RunDirectory(tmp_path / "runs" / "first"))
+    (tmp_path / "photos").mkdir()
+    result = smalti_run("watch", "runs/frist", "--patience", "0.2")
+    told = "runs/frist: no run there yet; waiting 0.2 s, Ctrl-C ends; runs here: runs/first\n"
+    assert (result.exit_code, result.stderr.startswith(told)) == (1, True)
+    assert "photos: no run there yet" in smalti_run("watch", "photos", "--patience", "0.2").stderr
+    (tmp_path / "photos" / "a.jpg").touch()
+    refused = smalti_run("watch", "photos").exception
+    assert isinstance(refused, UserError)
+    assert refused.message == "photos is not a run directory"
+
+
 def test_what_other_nodes_report_is_shown_too(tmp_path: Path) -> None:
     directory = RunDirectory(tmp_path)
     with acquire(directory) as writer:

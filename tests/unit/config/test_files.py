@@ -27,6 +27,13 @@ def test_the_ending_says_how_a_file_is_read(write, name, text):
     [
         ("a.toml", "seed = ", "is not valid TOML: Invalid value (at end of document)"),
         ("a.toml", "seed = 1\nseed = 2", "Cannot overwrite a value"),
+        (
+            "a.toml",
+            "seed = 1\noptimizer = adamw # fast",
+            'optimizer = adamw # fast\n  fix: text needs quotes: optimizer = "adamw"',
+        ),
+        ("a.toml", "output_dir = /runs/a", 'text needs quotes: output_dir = "/runs/a"'),
+        ("a.toml", "a = 1\nb = [1,, 2]", ": b = [1,, 2]\n  fix: fix the syntax error"),
         ("a.json", '{"seed": 1,\n "x" 2}', "is not valid JSON: Expecting ':' delimiter at line 2, column 6"),
         ("a.json", '{"seed": 1, "seed": 2}', "the key 'seed' occurs twice"),
         ("a.json", '{"a": {"b": 1, "b": 2}}', "the key 'b' occurs twice"),

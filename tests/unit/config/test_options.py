@@ -129,6 +129,10 @@ def test_a_mistyped_or_abbreviated_flag_is_refused_with_the_nearest_name(spellin
     assert "did you mean --count" in complaints(spelling)
 
 
+def test_the_same_words_in_another_order_are_the_name_that_is_meant(schema):
+    assert schema.near("--disable_vae_cache")[0] == "vae_cache_disable"
+
+
 def test_initials_find_the_name():
     assert SAMPLE.near("lr") == ["learning_rate"]
 

@@ -151,6 +151,8 @@ def test_broken_samples_are_set_aside_with_the_reason(tmp_path: Path) -> None:
     (tmp_path / "latin.txt").write_bytes(b"caf\xe9")
     (tmp_path / "text.png").write_bytes(b"not an image")
     (tmp_path / "text.txt").write_text("caption")
+    (tmp_path / "void.png").touch()
+    (tmp_path / "void.txt").write_text("caption")
     index = build(tmp_path)
 
     assert healthy(index) == ["good.png"]
@@ -159,6 +161,7 @@ def test_broken_samples_are_set_aside_with_the_reason(tmp_path: Path) -> None:
         "latin.png": "no caption: latin.txt is not UTF-8 text",
         "nocaption.png": "no caption: missing file nocaption.txt",
         "text.png": "not a readable image: unknown format",
+        "void.png": "not a readable image: empty file",
     }
 
 

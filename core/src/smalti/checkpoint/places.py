@@ -33,11 +33,11 @@ class RunPlace(Protocol):
         ...
 
     def checkpoints(self) -> list[ListedCheckpoint]:
-        """All of them, lowest step first. Reads manifests only. Raises click's BadParameter if there are none."""
+        """All of them, lowest step first. Reads manifests only. Raises UserError if there are none."""
         ...
 
     def newest(self) -> ListedCheckpoint:
-        """The newest one whose manifest can be used; without one the newest. Raises BadParameter if there is none."""
+        """The newest one whose manifest can be used; without one the newest. Raises UserError if there is none."""
         ...
 
     def tensors(self, listed: ListedCheckpoint) -> dict[str, Mapping[str, StoredTensor]]:

@@ -23,4 +23,4 @@ from .pages.options import (
     describe as describe,
     sections as sections,
 )
-from .places import LocalPlace as LocalPlace, Place as Place, PlaceType as PlaceType
+from .places import LocalPlace as LocalPlace, Place as Place, place_at as place_at

@@ -20,31 +20,26 @@ import click
 from smalti.checkpoint import ListedCheckpoint, Manifest, StoredTensor, check_new
 from smalti.cli.output import counted, format_bytes, print_table, progress_bar
 from smalti.cli.pages.help import Group
-from smalti.cli.places import LocalPlace, Place, PlaceType
-from smalti.errors import CheckpointError
+from smalti.cli.places import LocalPlace, Place, place_at
+from smalti.errors import CheckpointError, UserError
 from smalti.plugins import load_plugins, selection_of
 from smalti.system import parse_bytes
 
 if TYPE_CHECKING:
     from smalti.checkpoint import Precision
 
-_PLACE = PlaceType()
 _NEW = click.Path(path_type=Path)
 
 
-class _Size(click.ParamType[int]):
+def _file_size(text: str) -> int:
     """A number of bytes, such as 10GB (10**10) or 5GiB."""
-
-    name = "size"
-
-    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        try:
-            size = parse_bytes(str(value))
-        except ValueError as error:
-            self.fail(f"{error}", param, ctx)
-        if size < 1:
-            self.fail(f"{value!r} is too small", param, ctx)
-        return size
+    try:
+        size = parse_bytes(text)
+    except ValueError as error:
+        raise UserError(f"--max_shard_size: {error}", fix="--max_shard_size=5GB") from None
+    if size < 1:
+        raise UserError(f"--max_shard_size: {text!r} is too small", fix="--max_shard_size=5GB")
+    return size
 
 
 _as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
@@ -64,7 +59,7 @@ def checkpoint() -> None:
 
 
 @checkpoint.command("ls", examples=("smalti checkpoint ls runs/first",))
-@click.argument("run_dir", type=_PLACE)
+@click.argument("run_dir", type=place_at)
 @_as_json
 def list_checkpoints(run_dir: Place, as_json: bool) -> None:
     """List the checkpoints of RUN_DIR, a folder or URL. Reads only their manifests; `verify` reads everything."""
@@ -88,23 +83,18 @@ def list_checkpoints(run_dir: Place, as_json: bool) -> None:
         "smalti checkpoint inspect runs/first/checkpoints/step-00001000 --tensors",
     ),
 )
-@click.argument("path", type=_PLACE)
+@click.argument("path", type=place_at)
 @click.option("--tensors", is_flag=True, help="List every tensor with its shape.")
 @_as_json
-@click.pass_context
-def inspect_checkpoint(context: click.Context, path: Place, tensors: bool, as_json: bool) -> None:
+def inspect_checkpoint(path: Place, tensors: bool, as_json: bool) -> None:
     """Show what a checkpoint contains.
 
     PATH is the path or URL of a checkpoint, or of a run directory (its newest). Contents are not verified.
     """
     found = path.newest()
-    try:
-        if (manifest := found.manifest) is None:
-            raise CheckpointError(found.problem)
-        groups = path.tensors(found)
-    except CheckpointError as error:
-        click.echo(f"{found.path}: {error.message}", err=True)
-        context.exit(1)
+    if (manifest := found.manifest) is None:
+        raise CheckpointError(f"{found.path}: {found.problem}", fix="give another checkpoint of the run, or its directory")
+    groups = path.tensors(found)
     if as_json:
         _print_json(_manifest_as_json(found.path, manifest) | {"groups": _groups_as_json(groups, tensors)})
         return
@@ -121,8 +111,7 @@ def inspect_checkpoint(context: click.Context, path: Place, tensors: bool, as_js
         if value:
             click.echo(f"{name:<12}{value}")
     for group, stored in groups.items():
-        elements = sum(tensor.elements for tensor in stored.values())
-        size = f"{elements:,} elements, {format_bytes(_size(stored))}"
+        size = f"{_elements(stored):,} elements, {format_bytes(_size(stored))}"
         click.echo(f"\n{group}: {counted(len(stored), 'tensor')}, {size}, {_types(stored)}")
         if tensors:
             rows = [(name, t.dtype, str(list(t.shape)), format_bytes(t.size)) for name, t in stored.items()]
@@ -130,7 +119,7 @@ def inspect_checkpoint(context: click.Context, path: Place, tensors: bool, as_js
 
 
 @checkpoint.command("verify", examples=("smalti checkpoint verify runs/first", "smalti checkpoint verify runs/first --json"))
-@click.argument("path", type=_PLACE)
+@click.argument("path", type=place_at)
 @_as_json
 @click.pass_context
 def verify_checkpoints(context: click.Context, path: Place, as_json: bool) -> None:
@@ -161,7 +150,7 @@ def verify_checkpoints(context: click.Context, path: Place, as_json: bool) -> No
         "smalti checkpoint export runs/first --to=single --single_file --dtype=bf16",
     ),
 )
-@click.argument("path", type=_PLACE)
+@click.argument("path", type=place_at)
 @click.option("--to", "target", required=True, metavar="FOLDER", type=_NEW, help="Folder to create. It must not exist yet.")
 @click.option("--step", type=click.IntRange(min=0), help="Step of the checkpoint. Default: the newest one that is intact.")
 @click.option(
@@ -190,7 +179,7 @@ def verify_checkpoints(context: click.Context, path: Place, as_json: bool) -> No
 @click.option(
     "--max_shard_size",
     "largest_file",
-    type=_Size(),
+    type=_file_size,
     default="10GB",
     show_default=True,
     metavar="SIZE",
@@ -289,17 +278,11 @@ def _manifest_as_json(path: str, manifest: Manifest) -> dict[str, object]:
 
 
 def _groups_as_json(groups: Mapping[str, Mapping[str, StoredTensor]], tensors: bool) -> dict[str, object]:
-    described: dict[str, object] = {}
-    for group, found in groups.items():
-        summary: dict[str, object] = {
-            "tensors": len(found),
-            "elements": sum(tensor.elements for tensor in found.values()),
-            "size": _size(found),
-        }
-        if tensors:
-            summary["contents"] = {name: vars(tensor) for name, tensor in found.items()}
-        described[group] = summary
-    return described
+    return {
+        group: {"tensors": len(found), "elements": _elements(found), "size": _size(found)}
+        | ({"contents": {name: vars(tensor) for name, tensor in found.items()}} if tensors else {})
+        for group, found in groups.items()
+    }
 
 
 def _print_verification(each: ListedCheckpoint, problems: Sequence[str]) -> None:
@@ -313,6 +296,10 @@ def _print_verification(each: ListedCheckpoint, problems: Sequence[str]) -> None
 
 def _print_json(value: object) -> None:
     click.echo(json.dumps(value, indent=2, ensure_ascii=False))
+
+
+def _elements(tensors: Mapping[str, StoredTensor]) -> int:
+    return sum(tensor.elements for tensor in tensors.values())
 
 
 def _size(tensors: Mapping[str, StoredTensor]) -> int:

@@ -11,8 +11,7 @@ import click
 
 from smalti.cli.commands import plugin as BUILT_IN
 from smalti.cli.pages.help import Root, colour, dashed
-from smalti.config import package_of_command
-from smalti.errors import ExitCode, UserError, did_you_mean
+from smalti.errors import ExitCode, UserError
 from smalti.system import ProcessExit, ignore_signals_after_command, ignore_write_errors, keep_imports, reserve_stdout
 from smalti.types import CommandCollector
 
@@ -38,13 +37,6 @@ class Commands(Root):
         own = CommandCollector()
         BUILT_IN.register_commands(own)
         return own.get_command(ctx, cmd_name) or self.from_plugins().get_command(ctx, cmd_name)
-
-    def resolve_command(self, ctx: click.Context, args: list[str]) -> tuple[str | None, click.Command | None, list[str]]:
-        name = args[0]
-        if name.startswith("-") or self.get_command(ctx, name) is not None or package_of_command(name) is not None:
-            return super().resolve_command(ctx, args)
-        fix = did_you_mean(name, self.list_commands(ctx), count=2) or "list the commands with smalti --help"
-        raise UserError(f"unknown command {name!r}", fix=fix)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         commands = self.from_plugins().commands
@@ -91,7 +83,10 @@ def _run(arguments: list[str]) -> int:
         _print_error(str(error), error)
         return error.exit_code
     except click.ClickException as error:
-        error.show()
+        if isinstance(error, click.exceptions.NoArgsIsHelpError):
+            error.show()
+        else:
+            _print_error(str(_with_fix(error)), error)
         return ExitCode.USAGE
     except click.Abort:
         click.echo("smalti: interrupted", err=True)
@@ -101,6 +96,18 @@ def _run(arguments: list[str]) -> int:
         _print_error(f"{type(error).__name__}: {error}", error)
         return ExitCode.FAILED
     return code if isinstance(code, int) else ExitCode.DONE
+
+
+def _with_fix(error: click.ClickException) -> UserError:
+    """An error of click in the form of the others: the command, what is wrong, and how the command is called."""
+    message, context = error.format_message().removesuffix("."), getattr(error, "ctx", None)
+    if context is None:  # not raised by a command
+        return UserError(message, fix="smalti --help lists the commands")
+    words = [context.command_path, *context.command.collect_usage_pieces(context)]
+    fix = f"{' '.join(words)}; {context.command_path} --help explains them"
+    if message.endswith("does not exist"):
+        fix = "check the path; relative paths start at the current folder"
+    return UserError(f"{context.command_path.removeprefix('smalti ')}: {message[:1].lower()}{message[1:]}", fix=fix)
 
 
 def _print_error(message: str, error: BaseException) -> None:

@@ -6,8 +6,6 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-import click
-
 from smalti.checkpoint import (
     GROUPS,
     MANIFEST,
@@ -21,20 +19,17 @@ from smalti.checkpoint import (
     stored_tensors,
     verify,
 )
-from smalti.errors import CheckpointError
+from smalti.errors import CheckpointError, UserError
 from smalti.plugins import is_url, load_plugins, open_run, selection_of
 
 
-class PlaceType(click.ParamType["Place"]):
-    """An existing folder, or a URL that a plugin opens."""
-
-    name = "path"
-
-    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> Place:
-        text = str(value)
-        if is_url(text):
-            return open_run(text, load_plugins(selection_of((), None, os.environ), strict=False))
-        return LocalPlace(click.Path(exists=True, file_okay=False, path_type=Path).convert(text, param, ctx))
+def place_at(text: str) -> Place:
+    """What is at the path of an existing folder, or at a URL that a plugin opens. Raises UserError if there is nothing."""
+    if is_url(text):
+        return open_run(text, load_plugins(selection_of((), None, os.environ), strict=False))
+    if not Path(text).is_dir():
+        raise UserError(f"there is no folder {text}", fix="check the path; relative paths start at the current folder")
+    return LocalPlace(Path(text))
 
 
 class LocalPlace:
@@ -51,7 +46,7 @@ class LocalPlace:
         return [_listed(entry) for entry in entries(self.path)]
 
     def newest(self) -> ListedCheckpoint:
-        """The newest one whose manifest can be used; without one the newest. Raises BadParameter if there is none."""
+        """The newest one whose manifest can be used; without one the newest. Raises UserError if there is none."""
         path = newest(self.path)
         try:
             manifest, problem = read_manifest(path), ""
@@ -78,11 +73,11 @@ def is_checkpoint(path: Path) -> bool:
 
 
 def entries(path: Path) -> list[Entry]:
-    """The checkpoints of a run directory, or in a folder. Raises BadParameter if there are none."""
+    """The checkpoints of a run directory, or in a folder. Raises UserError if there are none."""
     for root in (path / "checkpoints", path):
         if found := CheckpointStore(root).all():
             return found
-    raise click.BadParameter(f"no checkpoint found in {path}", param_hint="PATH")
+    raise UserError(f"no checkpoint found in {path}", fix="give a run directory or one of its checkpoints")
 
 
 def newest(path: Path) -> Path:

@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
+from itertools import islice
 from pathlib import Path
 
 import click
@@ -15,7 +16,7 @@ import click
 from smalti.builtin import LINE_SECONDS, Display, PhaseProgress, Progress, open_display, speed
 from smalti.cli.output import print_table
 from smalti.cli.pages.help import Group
-from smalti.errors import ExitCode
+from smalti.errors import ExitCode, UserError
 from smalti.hookspecs import HookSpecs
 from smalti.plugins import load_plugins, selection_of
 from smalti.rundir import (
@@ -113,6 +114,8 @@ def _phase_text(phase: Phase | None) -> str:
 def watch(context: click.Context, directory: Path, interval: float, patience: float, as_json: bool, offset: int) -> None:
     """Follow a run until it ends, then exit with its exit code. Ctrl-C does not stop the run."""
     watched = RunDirectory(directory)
+    if watched.record() is None:
+        _expect_run(directory, patience)
     try:
         if as_json:
             status = _pass_through(watched, offset, patience)
@@ -123,6 +126,14 @@ def watch(context: click.Context, directory: Path, interval: float, patience: fl
         context.exit(ExitCode.INTERRUPTED)
     click.echo(f"{directory}: {status.condition}: {status.message}", err=True)
     context.exit(ExitCode.FAILED if status.exit_code is None else status.exit_code)
+
+
+def _expect_run(directory: Path, patience: float) -> None:
+    """Say that a run is waited for, and which ones there are. Raises UserError for a folder that holds other things."""
+    if directory.is_file() or (directory.is_dir() and any(directory.iterdir())):
+        raise UserError(f"{directory} is not a run directory", fix="`smalti run ls` lists runs and their status")
+    there = ", ".join(str(each.path) for each in islice(find_runs(Path(), 2), 5)) or "none"
+    click.echo(f"{directory}: no run there yet; waiting {patience:g} s, Ctrl-C ends; runs here: {there}", err=True)
 
 
 def _pass_through(watched: RunDirectory, offset: int, patience: float) -> Status:

@@ -54,7 +54,13 @@ def parse_value(path: Path, text: str) -> object:
         reason = f"{error.msg} at line {error.lineno}, column {error.colno}"
     except ValueError as error:
         reason = str(error)
-    raise UserError(f"{path} is not valid {kind}: {reason}", fix="fix the syntax error")
+    fix = "fix the syntax error"
+    if kind == "TOML" and (place := re.search(r"at line (\d+)", reason)):
+        line = text.split("\n")[int(place[1]) - 1].strip()
+        reason += f": {line}"
+        if unquoted := re.fullmatch(r"([\w.-]+)\s*=\s*([A-Za-z/~][^\"'#]*)(#.*)?", line):
+            fix = f'text needs quotes: {unquoted[1]} = "{unquoted[2].strip()}"'
+    raise UserError(f"{path} is not valid {kind}: {reason}", fix=fix)
 
 
 def _parse_yaml(text: str) -> object:

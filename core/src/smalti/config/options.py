@@ -449,13 +449,14 @@ class Schema:
         return next((each for each in found if each.is_flag), None)
 
     def near(self, spelling: str) -> list[str]:
-        """Similar names, nearest first: names with these initials ("lr"), alike, or beginning like this."""
+        """Similar names, nearest first: names of the same words, with these initials ("lr"), alike, or beginning like this."""
         word = _fold(spelling.lstrip("-"))
         names = [*self.options, *self.aliases]
         initials = [name for name in names if "".join(part[0] for part in name.split("_") if part) == word]
         beginnings = [name for name in names if len(word) > 2 and name.startswith(word)]
         alike = get_close_matches(word, names, n=3, cutoff=_ALIKE[len(word) > _SHORT])
-        found = {self.aliases.get(name, name): None for name in (*initials, *alike, *beginnings)}
+        reordered = [name for name in names if sorted(name.split("_")) == sorted(word.split("_"))]
+        found = {self.aliases.get(name, name): None for name in (*reordered, *initials, *alike, *beginnings)}
         return list(found)[:3]
 
 
@@ -478,9 +479,7 @@ def unknown(spelling: str, schema: Schema, *, where: str) -> Problem:
     if opposite := schema.opposite(spelling):
         fix = f"{prefix}no_{opposite.name}" if prefix else f"set {opposite.name} to false"
         return Problem(message=f"unknown option {spelling}", where=where, fix=fix, option=opposite.name)
-    near = [f"{prefix}{name}" for name in schema.near(spelling)]
-    fix = (
-        f"did you mean {' or '.join(near)}?" if near else "remove it, or search the options by a word: smalti train --help WORD"
-    )
-    meant = schema.near(spelling)[:1]
-    return Problem(message=f"unknown option {spelling}", where=where, fix=fix, option=meant[0] if meant else "")
+    near, fix = schema.near(spelling), "remove it, or search the options by a word: smalti train --help WORD"
+    if near:
+        fix = f"did you mean {' or '.join(f'{prefix}{name}' for name in near)}?"
+    return Problem(message=f"unknown option {spelling}", where=where, fix=fix, option=near[0] if near else "")

@@ -200,15 +200,16 @@ class Deferred(click.Command):
 class CommandCollector(click.Group):
     """The group that `register_commands` receives. It refuses duplicate names."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, group: str = "") -> None:
+        super().__init__(group)
         self.groups: dict[str, CommandCollector] = {}
         """What `below` returned, by the name of the group."""
 
     def add_command(self, cmd: click.Command, name: str | None = None) -> None:
         name = name or cmd.name
         if name in self.commands:
-            raise UserError(f"the command {name!r} already exists", fix="disable the plugin with --without")
+            path = f"{self.name} {name}".lstrip()
+            raise UserError(f"the command {path!r} already exists", fix="disable the plugin with --without")
         super().add_command(cmd, name)
 
     def add_deferred(self, address: str, summary: str, *, section: str = "") -> None:
@@ -217,7 +218,7 @@ class CommandCollector(click.Group):
 
     def below(self, name: str) -> CommandCollector:
         """What takes further subcommands of a group of the core or of another plugin, such as "config"."""
-        return self.groups.setdefault(name, CommandCollector())
+        return self.groups.setdefault(name, CommandCollector(name))
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         command = self.commands.get(cmd_name)

@@ -1,6 +1,8 @@
 """After how long without progress a rank hangs, who waits for whom, and what the flight recorder says."""
 
 import json
+import os
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,7 @@ from smalti_health.hangs.deadlines import Deadlines
 from smalti_health.hangs.flight_recorder import Call, last_calls, sentence
 from smalti_health.hangs.options import HangOptions
 from smalti_health.hangs.rank_progress import OwnTime, RankProgress, described, standstill
+from smalti_health.hangs.stacks import StackDumps
 from smalti_health.hangs.watch import waits_in
 
 NOW = 10_000.0
@@ -166,3 +169,26 @@ def test_the_flight_recorder_names_the_call_and_the_rank_that_has_not_joined_it(
 )
 def test_a_rank_waits_in_the_installed_torch_and_not_in_a_folder_of_that_name(file, ended, waits):
     assert waits_in(file, (Call(group="", number=1, name="", sizes="", ended=ended),)) is waits
+
+
+def test_what_killed_processes_left_of_their_stacks_is_removed_at_the_next_start(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.delenv("SMALTI_OUTCOME_DIR", raising=False)
+    used = StackDumps(0)
+    used.open()
+    try:
+        (living,) = tmp_path.iterdir()
+        left, empty, new = (tmp_path / f"smalti-stacks-{name}" for name in ("left", "empty", "new"))
+        for folder in (left, empty, new):
+            folder.mkdir()
+        (left / "stacks-0.txt").touch()
+        for folder in (living, left, empty):
+            os.utime(folder, (1, 1))
+        other = StackDumps(0)
+        other.open()
+        (own,) = set(tmp_path.iterdir()) - {living, new}
+        other.close()
+        assert set(tmp_path.iterdir()) == {living, new}, own
+    finally:
+        used.close()
+    assert set(tmp_path.iterdir()) == {new}

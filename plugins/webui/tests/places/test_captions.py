@@ -49,6 +49,15 @@ def test_a_change_is_undone_to_the_byte_and_once_only(editor: CaptionEditor, tmp
         editor.undo(file)
 
 
+def test_the_texts_that_are_kept_are_closed_to_others(editor: CaptionEditor, tmp_path: Path) -> None:
+    file = tmp_path / "a.txt"
+    file.write_text("a cat")
+    (tmp_path / "kept").mkdir(mode=0o755)  # as older versions made it
+    editor.save(file, "one", read_caption(file).version)
+    (kept,) = (tmp_path / "kept").iterdir()
+    assert [path.stat().st_mode & 0o777 for path in (kept.parent, kept)] == [0o700, 0o600]
+
+
 def test_a_file_that_has_changed_meanwhile_is_not_overwritten(editor: CaptionEditor, tmp_path: Path) -> None:
     file = tmp_path / "a.txt"
     file.write_text("a cat\n")

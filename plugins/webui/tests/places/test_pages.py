@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import stat
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -60,7 +61,7 @@ def _ended(client: TestClient, answer: str) -> str:
 # --- datasets -------------------------------------------------------------------------------------------------------
 
 
-def test_a_folder_is_scanned_and_what_is_wrong_is_kept(client: TestClient, dataset: str) -> None:
+def test_a_folder_is_scanned_and_what_is_wrong_is_kept(client: TestClient, dataset: str, tmp_path: Path) -> None:
     ended = _ended(client, client.post(f"{dataset}/run/scan").text)
 
     assert "1 usable images, 2 that cannot be used" in ended
@@ -69,6 +70,9 @@ def test_a_folder_is_scanned_and_what_is_wrong_is_kept(client: TestClient, datas
     assert "missing file b.txt" in page
     assert MARKUP not in page
     assert "2 images cannot be used" in page
+    (folders,) = tmp_path.rglob("folders.json")
+    assert {stat.S_IMODE(each.stat().st_mode) for each in folders.parent.glob("*.json")} == {0o600}
+    assert stat.S_IMODE(folders.parent.stat().st_mode) == 0o700
 
 
 def test_images_are_filtered_by_their_captions_and_names(client: TestClient, dataset: str) -> None:

@@ -63,7 +63,7 @@ class Manifest:
     """
 
     step: _Count
-    world_size: _Count
+    world_size: Annotated[int, Field(ge=1)]
     files: Mapping[str, FileRecord]
     created: str = ""
     plugins: tuple[str, ...] = ()

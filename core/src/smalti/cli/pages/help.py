@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from smalti.config import PREFIX, package_of_command
+from smalti.errors import UserError, did_you_mean
 from smalti.hookspecs import HookSpecs
 from smalti.plugins import load_plugins
 from smalti.system import describe
@@ -89,22 +90,33 @@ class Group(Command, click.Group):
         return self.commands.get(cmd_name) or self._added(ctx).commands.get(cmd_name)
 
     def resolve_command(self, ctx: click.Context, args: list[str]) -> tuple[str | None, click.Command | None, list[str]]:
-        name = args[0] if isinstance(self, Root) else f"{self.name} {args[0]}"
-        if self.get_command(ctx, args[0]) is None and (package := package_of_command(name)):
+        word = args[0]
+        if word.startswith("-") or self.get_command(ctx, word) or self.get_command(ctx, dashed(word)):
+            return super().resolve_command(ctx, args)
+        name = word if isinstance(self, Root) else f"{self.name} {word}"
+        if package := package_of_command(name):
             raise package.error(f"the command {name!r} belongs to {package.distribution}")
-        return super().resolve_command(ctx, args)
+        fix = did_you_mean(word, self.list_commands(ctx), count=2) or f"list the commands with {ctx.command_path} --help"
+        raise UserError(f"unknown command {name!r}", fix=fix)
 
     def _added(self, ctx: click.Context) -> CommandCollector:
         root = ctx.find_root().command
-        return root.from_plugins().below(self.name or "") if isinstance(root, Root) and root is not self else CommandCollector()
+        if not isinstance(root, Root) or root is self:
+            return CommandCollector()
+        return root.from_plugins(self).below(self.name or "")
 
 
 class Root(Group):
     """The group of all commands."""
 
-    def from_plugins(self) -> CommandCollector:
-        """The commands of all plugins. Plugins that the environment disables are not imported."""
+    def from_plugins(self, group: Group | None = None) -> CommandCollector:
+        """The commands of all plugins. Plugins that the environment disables are not imported.
+
+        The subcommands of `group` are there before those of plugins, which cannot have their names.
+        """
         commands = CommandCollector()
+        if group is not None:
+            commands.below(group.name or "").commands.update(group.commands)
         plugins = load_plugins(self._selection(), strict=False)
         for name in reversed(plugins.implementers(HookSpecs.register_commands)):
             try:

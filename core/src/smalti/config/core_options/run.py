@@ -40,7 +40,7 @@ Length = Annotated[int | None, BeforeValidator(_zero_is_none)]
 class RunOptions(Options):
     output_dir: Path | None = option(None, help="Run directory, shared by all nodes. The same command resumes the run in it.")
     seed: int = option(42, help="Seed of weights, data order, noise and timesteps.", ge=0)
-    max_train_steps: Length = option(None, help="Total optimizer steps, across resumes. 0: num_train_epochs decides.", ge=1)
+    max_train_steps: Length = option(None, help="Optimizer steps, across resumes; without it, num_train_epochs decides.", ge=1)
     num_train_epochs: Length = option(
         None, help="Total epochs, across resumes. Ignored with --max_train_steps; 0 is the same as not given.", ge=1
     )

@@ -347,7 +347,7 @@ def open_image(data: bytes) -> Image.Image:
     except DECODING_ERRORS as error:
         # Pillow's own text for an unknown file names the buffer object and nothing else.
         reason = "unknown format" if "cannot identify" in str(error) else str(error) or type(error).__name__
-        raise BadSampleError(f"not a readable image: {reason}") from error
+        raise BadSampleError(f"not a readable image: {reason if data else 'empty file'}") from error
     check_pixels(*image.size)
     return image
 

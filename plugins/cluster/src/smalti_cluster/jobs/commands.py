@@ -82,11 +82,15 @@ def launch() -> None:
 @click.option("--account", default="", help="Account of the job.")
 @click.option("--qos", default="", help="Quality of service of the job.")
 @click.option("--time", "limit", default="", help="Time limit, as in 24:00:00.")
-@click.option("--mem", default="", help="Memory of each node, as in 500G; 0 is all of it.")
+@click.option("--mem", default="", help="Memory of each node, as in 500G; 0 is all of it. Default: all of whole nodes.")
 @click.option("--cpus_per_task", type=click.IntRange(min=1), help="Cores of each node. Default: whole nodes, if several.")
 @click.option("--max_requeues", default=100, show_default=True, help="Queue the job again at most this often.")
 @click.option("--max_failures", default=10, show_default=True, help="And at most this often after a failure.")
-@click.option("--sbatch", multiple=True, help="A further #SBATCH line. May be repeated.")
+@click.option(
+    "--sbatch",
+    multiple=True,
+    help="A further #SBATCH line, such as --gres=gpu:8 where GPUs are asked for like that. May be repeated.",
+)
 @click.option("--setup", multiple=True, help='A line of shell that runs first, as in "module load cuda". May be repeated.')
 def slurm(
     arguments: tuple[str, ...],

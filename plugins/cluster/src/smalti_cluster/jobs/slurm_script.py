@@ -152,6 +152,8 @@ def _directives(job: Job, options: SlurmOptions) -> list[str]:
     if bad := [line for line in options.directives if not line.startswith("-") or "\n" in line]:
         raise UserError(f"not a directive of SLURM: {bad[0]!r}", fix='as in --sbatch="--constraint=h100"')
     whole = ["--exclusive"] if options.cpus_per_task is None and job.nodes + options.spares > 1 else []
+    if whole and not options.mem:
+        whole.append("--mem=0")  # all of each node; without it the partition's default
     kept = ["--no-kill"] if options.spares or job.elastic else []  # the job stays when one of its nodes fails
     named = [f"--{name}={value}" for name, value in values.items() if value != ""]
     return [*named, *whole, *kept, "--requeue", "--open-mode=append", *options.directives]

@@ -44,7 +44,7 @@ class RemotePlace:
     def checkpoints(self) -> list[ListedCheckpoint]:
         self._found = {each.name: each for each in self.run.all()}
         if not self._found:
-            raise click.BadParameter(f"no checkpoint found in {self.url}", param_hint="PATH")
+            raise UserError(f"no checkpoint found in {self.url}", fix="give the URL of a run or of one of its checkpoints")
         return [self._listed(each) for each in self._found.values()]
 
     def newest(self) -> ListedCheckpoint:

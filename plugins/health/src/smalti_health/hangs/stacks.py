@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import fcntl
 import os
 import signal
 import tempfile
@@ -18,6 +19,9 @@ STACK_SIGNAL = signal.SIGRTMIN + 3 if hasattr(signal, "SIGRTMIN") else signal.SI
 _POLL_SECONDS = 0.05
 _QUIET_SECONDS = 0.2
 """A dump is complete when its file has not grown for this long."""
+_PREFIX = "smalti-stacks-"
+_ABANDONED_SECONDS = 60.0
+"""A folder that is older and whose files no process holds was left by a run that was killed."""
 
 
 class StackDumps:
@@ -28,13 +32,17 @@ class StackDumps:
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
-        self._folder = Path(os.environ.get(FOLDER_VARIABLE) or tempfile.mkdtemp(prefix="smalti-stacks-"))
-        self._own = FOLDER_VARIABLE not in os.environ
+        self._own = not os.environ.get(FOLDER_VARIABLE)
+        if self._own:
+            _clear_abandoned()
+        self._folder = Path(tempfile.mkdtemp(prefix=_PREFIX) if self._own else os.environ[FOLDER_VARIABLE])
         self._file: BinaryIO | None = None
 
     def open(self) -> None:
         """Write the stacks of this process into its file at each `STACK_SIGNAL`."""
         self._file = self._path(self._rank).open("wb", buffering=0)
+        with suppress(OSError):  # a file system without locks
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         faulthandler.register(STACK_SIGNAL, file=self._file, all_threads=True, chain=False)
 
     def close(self) -> None:
@@ -83,3 +91,16 @@ class StackDumps:
             return self._path(rank).stat().st_size
         except OSError:
             return None
+
+
+def _clear_abandoned() -> None:
+    """Remove the folders of single processes that were killed."""
+    for folder in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
+        with suppress(OSError):  # in use, of another user, or removed by another process
+            if time.time() - folder.stat().st_mtime < _ABANDONED_SECONDS:
+                continue
+            for file in folder.glob("stacks-*.txt"):
+                with file.open("rb") as opened:
+                    fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)  # BlockingIOError while its process lives
+                file.unlink()
+            folder.rmdir()

@@ -11,8 +11,9 @@ from typing import get_args
 
 import click
 
+from smalti import UserError
 from smalti.checkpoint import CheckpointStore, check_new
-from smalti.cli import Command, LocalPlace, Place, PlaceType, counted, format_bytes, progress_bar
+from smalti.cli import Command, LocalPlace, Place, counted, format_bytes, place_at, progress_bar
 from smalti.hookspecs import HookSpecs
 from smalti.plugins import load_plugins, selection_of
 from smalti_migrate.checkpoints import convert as converting
@@ -27,7 +28,7 @@ _HELP = "Folder to create. It must not exist yet."
         "smalti checkpoint convert runs/first --to=weights --format=safetensors --ema",
     ),
 )
-@click.argument("source", type=PlaceType())
+@click.argument("source", type=place_at)
 @click.option("--to", "target", required=True, metavar="FOLDER", type=click.Path(path_type=Path), help=_HELP)
 @click.option(
     "--format",
@@ -47,7 +48,7 @@ def convert(source: Place, target: Path, kind: converting.Target, ema: bool, as_
     that are needed are downloaded beside FOLDER, verified, and removed at the end.
     """
     if ema and kind != "safetensors":
-        raise click.UsageError("--ema needs --format=safetensors: a checkpoint keeps both weights")
+        raise UserError("--ema needs --format=safetensors: a checkpoint keeps both weights", fix="--format=safetensors")
     formats = load_plugins(selection_of((), None, os.environ), strict=False).gather(HookSpecs.register_checkpoint_formats)
     groups = None if kind == "smalti" else ("ema",) if ema else ("model",)
     with _opened(source, target, groups) as path, progress_bar(f"converting {source.name}") as progress:

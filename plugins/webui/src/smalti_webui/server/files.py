@@ -9,6 +9,12 @@ from starlette.exceptions import HTTPException
 from smalti_webui.server.settings import Settings
 
 
+def make_private(folder: Path) -> None:
+    """Make a folder that only the user can open. One that an older version made readable for all is closed."""
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    folder.chmod(0o700)
+
+
 def below_roots(settings: Settings, path: Path | str) -> Path:
     """The path with all links resolved. HTTPException 403 if it is not a root or below one; 404 if it cannot be resolved."""
     try:

@@ -5,6 +5,7 @@ Nothing is written if the file has changed since it was shown. What was there be
 
 from __future__ import annotations
 
+import json
 import os
 import stat
 import tempfile
@@ -15,7 +16,8 @@ from hashlib import blake2b
 from pathlib import Path
 
 from smalti import UserError
-from smalti.system import load_json, open_regular, read_regular, write_json_atomically
+from smalti.system import atomic_write, load_json, open_regular, read_regular
+from smalti_webui.server.files import make_private
 
 MOST_BYTES = 64 * 1024
 """Of a caption file. A larger text file is not a caption."""
@@ -106,9 +108,9 @@ class CaptionEditor:
             return []
 
     def _keep(self, file: Path, changes: list[Change]) -> None:
-        self._folder.mkdir(parents=True, exist_ok=True)
+        make_private(self._folder)
         kept = [asdict(each) for each in changes[-_MOST_KEPT:]]
-        write_json_atomically(self._record(file), {"file": str(file), "changes": kept})
+        atomic_write(self._record(file), json.dumps({"file": str(file), "changes": kept}).encode(), mode=0o600)
 
     def _record(self, file: Path) -> Path:
         name = blake2b(os.fsencode(file.resolve()), digest_size=16).hexdigest()

@@ -16,10 +16,11 @@ from smalti import ConfigError, Problem, UserError
 from smalti.config import resolve
 from smalti.data import DatasetSpec, catalog_of, dataset_specs
 from smalti.plugins import load_plugins, schema_of, selection_of
-from smalti.system import atomic_write, load_json, read_regular, write_json_atomically
+from smalti.system import atomic_write, load_json, read_regular
 from smalti_webui.configs.finding import find_files
 from smalti_webui.configs.schemas import own_environment
 from smalti_webui.runs.index import RunIndex
+from smalti_webui.server.files import make_private
 
 _MOST_RUNS = 60
 _FILES_SECONDS = 10.0
@@ -159,8 +160,7 @@ class Catalog:
         self._write_added([each for each in self.added() if each != folder])
 
     def _write_added(self, folders: Iterable[Path]) -> None:
-        self.folder.mkdir(parents=True, exist_ok=True)
-        write_json_atomically(self.folder / "folders.json", {"folders": [str(each) for each in folders]})
+        self._write("folders.json", {"folders": [str(each) for each in folders]})
 
     # --- what commands found ----------------------------------------------------------------------------------------
 
@@ -189,8 +189,11 @@ class Catalog:
             result = {**result, "notices": notices}
         known = self.known(dataset)
         known.results[command], known.times[command] = result, time.time()
-        self.folder.mkdir(parents=True, exist_ok=True)
-        atomic_write(self.folder / f"{dataset.id}.json", json.dumps(vars(known)).encode())
+        self._write(f"{dataset.id}.json", vars(known))
+
+    def _write(self, name: str, content: object) -> None:
+        make_private(self.folder)
+        atomic_write(self.folder / name, json.dumps(content).encode(), mode=0o600)
 
     def _specs(self, source: Source) -> tuple[DatasetSpec, ...] | UserError:
         try:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from smalti import UserError
 from smalti.system import atomic_write
+from smalti_webui.server.files import make_private
 
 WIDTHS = (160, 320, 640)
 """The widths that can be asked for, so that nobody can fill the disk with others."""
@@ -40,8 +41,7 @@ class Thumbnails:
         key = f"{source.absolute()}|{found.st_mtime_ns}|{found.st_size}|{width}"
         target = self.folder / f"{blake2b(key.encode(errors='surrogateescape'), digest_size=16).hexdigest()}.webp"
         if not target.is_file():
-            self.folder.mkdir(parents=True, exist_ok=True)
-            self.folder.chmod(0o700)  # images may be private, and an older version made it readable for all
+            make_private(self.folder)
             with self._slots:
                 atomic_write(target, _rendered(source, width), mode=0o600)
                 self._made += 1

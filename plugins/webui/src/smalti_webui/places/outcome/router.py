@@ -23,7 +23,7 @@ from smalti_webui.places.state import Places, places
 from smalti_webui.runs import actions
 from smalti_webui.runs.index import FoundRun
 from smalti_webui.runs.lookup import run_page
-from smalti_webui.server.files import below_roots
+from smalti_webui.server.files import below_roots, make_private
 from smalti_webui.server.messages import toast
 
 router = APIRouter(prefix="/runs/{run_id}")
@@ -191,7 +191,7 @@ async def bundle(request: Request, run_id: str) -> Response:
     own = places(request)
     run = own.run(run_id)
     folder = own.folder / "bundles"
-    folder.mkdir(parents=True, exist_ok=True)
+    make_private(folder)
     name = f"{run.id}-{time.strftime('%Y%m%d-%H%M%S')}.zip"
     args = ["doctor", str(run.path), f"--bundle={folder / name}", "--json"]
     template = "places/bundle_result.html"
