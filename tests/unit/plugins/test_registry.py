@@ -1,6 +1,7 @@
 """Calling hooks: who is asked, in which order, who is blamed."""
 
 import inspect
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -189,6 +190,13 @@ def test_an_exception_keeps_its_type_and_is_told_where_it_came_from(plugins, err
     told, *fix = raised.value.__notes__
     assert told == "raised by plugin 'raising' (dist-raising 1.0) in hook 'check_config'"
     assert fix == ([] if error is WITH_A_FIX else ["fix: update dist-raising, or disable the plugin with --without raising"])
+
+
+def test_what_the_core_tells_the_user_to_fix_names_no_plugin(plugins):
+    plugins.register(replace(info("own"), built_in=True), Raising(UserError("yours", fix="this")))
+    with pytest.raises(UserError, match="yours") as raised:
+        plugins.notify(HookSpecs.check_config, config=None)
+    assert not hasattr(raised.value, "__notes__")
 
 
 def test_blame_goes_to_the_plugin_deepest_in_the_traceback(plugins):

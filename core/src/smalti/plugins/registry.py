@@ -215,6 +215,8 @@ class Plugins:
         for frame, _ in reversed(list(walk_tb(error.__traceback__))):
             if (name := owners.get(frame.f_code)) is not None:
                 origin = self.infos[name].origin
+                if origin.built_in and isinstance(error, UserError):
+                    return  # what the user can fix is no fault of the core
                 added = add_origin_note(error, f"{ORIGIN_NOTE}{origin} in hook {hook!r}")
                 if added and not origin.built_in and not isinstance(error, UserError):
                     error.add_note(f"fix: {origin.workaround}")

@@ -19,8 +19,9 @@ import shutil
 import stat
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+T = TypeVar("T")
 Block = bytes | memoryview
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(?:([KMGT])(I?B)?)?")
 
@@ -201,7 +202,7 @@ def load_toml(text: str) -> dict[str, Any]:
     return _shallow(tomllib.loads, text)
 
 
-def _shallow(parse: Callable[..., Any], data: bytes | str, **hooks: Any) -> Any:
+def _shallow(parse: Callable[..., T], data: bytes | str, **hooks: Any) -> T:
     try:
         return parse(data, **hooks)
     except RecursionError:

@@ -109,8 +109,7 @@ def _check_types(contents: Contents, kind: CheckpointFormat) -> None:
     """Raises CheckpointError if the reader of the format gives a tensor a type that there is not, such as torch's "float32"."""
     for name, tensor in contents.tensors.items():
         if tensor.dtype not in ITEM_SIZES:
-            letters, digits = re.match(r"(?:torch\.)?([a-z]*)(.*)", tensor.dtype).groups()
-            meant = f"{_LETTERS.get(letters, letters)}{digits}".upper()
+            meant = re.sub(r"^(?:torch\.)?([a-z]*)", lambda word: _LETTERS.get(word[1], word[1]), tensor.dtype).upper()
             message = f"{kind.kind} {kind.name!r} of {kind.origin} gives {name} the type {tensor.dtype!r}, which is unknown"
             known = repr(meant) if meant in ITEM_SIZES else f"one of {', '.join(ITEM_SIZES)}"
             raise CheckpointError(
