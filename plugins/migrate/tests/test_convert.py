@@ -27,6 +27,7 @@ from smalti.plugins.registry import PluginInfo, Plugins
 from smalti.types import World
 from smalti_migrate.checkpoints.convert import convert, detect_format
 from smalti_migrate.checkpoints.external import decoded, encoded
+from support.commands import commands
 from support.limits import files_limited_to
 
 ALONE = GlooCommunicator(world=World(), group=None)
@@ -266,9 +267,9 @@ def test_the_command_tells_machines_what_it_made(tmp_path, source):
     )
 
 
-def test_averages_are_no_choice_for_a_checkpoint_that_keeps_both(tmp_path, source):
-    done = call(source, "--to", tmp_path / "new", "--ema")
-    assert (done.exit_code, "--ema needs --format=safetensors" in done.output) == (2, True)
+def test_averages_are_no_choice_for_a_checkpoint_that_keeps_both(tmp_path, source, capsys):
+    code, _, errors = commands(capsys)("checkpoint", "convert", source, "--to", tmp_path / "new", "--ema")
+    assert (code, "--ema needs --format=safetensors" in errors) == (2, True)
 
 
 names = st.text(st.characters(exclude_categories=["Cs"]), max_size=5)
