@@ -5,18 +5,18 @@ from __future__ import annotations
 import subprocess
 import sys
 
-import click
 import pytest
 
+from smalti import CommandCollector
 from smalti_webui.server.templating import NAVIGATION
 
 
 def test_the_hook_register_commands_adds_the_command():
     from smalti_webui.plugin import plugin
 
-    group = click.Group()
-    plugin.register_commands(commands=group)
-    assert list(group.commands) == ["ui"]
+    commands = CommandCollector()
+    plugin.register_commands(commands)
+    assert list(commands.commands) == ["ui"]
 
 
 def test_the_server_imports_no_torch():
