@@ -174,7 +174,7 @@ def waiting(folder: Path, server: ObjectStore) -> Result:
 
 
 def write_without_bytes(folder: Path, everything: Keys, packs: int) -> None:
-    """Write so many packs, in which the entries of these keys have no bytes."""
+    """Write `packs` files, in which the entries of these keys have no bytes."""
     for place in range(packs):
         some = everything[slice(place, None, packs)]
         some = some[some.order()]

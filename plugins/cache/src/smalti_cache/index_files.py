@@ -77,7 +77,7 @@ class IndexFiles:
             if len(directory) >= _ENTRIES or len(directory.packs) >= _PACKS:
                 yield _encoded(directory.index())
                 directory = Directory(None, "")
-        if len(directory.packs) >= LEAST:  # fewer are read by themselves
+        if len(directory.packs) >= LEAST:  # the headers of fewer are read in no time
             yield _encoded(directory.index())
 
     def _usable(self, files: Mapping[str, int]) -> dict[str, Mapping[str, int]]:
@@ -119,7 +119,7 @@ class IndexFiles:
     def _ignore(self, name: str, error: Exception) -> None:
         problem = error.message if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
         where = f"{self._storage.location.rstrip('/')}/{self._prefix}{name}"
-        self._report(f"{where} cannot be read ({problem}); the packs are read by themselves, and it can be deleted")
+        self._report(f"{where} cannot be read ({problem}); the headers of the packs are read instead; it can be deleted")
 
 
 def _encoded(index: PackIndex) -> tuple[str, bytes]:

@@ -298,7 +298,7 @@ class Group:
         if last is None:
             return ExitCode.KILLED, "node 0 was lost before the first generation"
         expected = last.present if last.handed_over else max(1, last.present - 1)
-        present = 1 + waiting.count(expected - 1, besides=self._options.machine_rank)
+        present = 1 + waiting.count(expected - 1, except_rank=self._options.machine_rank)
         message = f"node {last.host} {'has left the group' if last.handed_over else 'was lost'}"
         if present < expected:
             message += f", and {_nodes(expected - present)} more"
@@ -357,21 +357,21 @@ class WaitingNodes:
             self._folder.mkdir(exist_ok=True)
             Path(self._folder, f"waiting-{machine_rank}").write_text(f"{secrets.token_hex(4)} {self._beat}")
 
-    def count(self, expected: int, *, besides: int) -> int:
+    def count(self, expected: int, *, except_rank: int) -> int:
         """How many others are there. Waits `_COUNT_SECONDS` if they are fewer than expected."""
-        before, there = self._read(besides), set[str]()
+        before, there = self._read(except_rank), set[str]()
         deadline = time.monotonic() + _COUNT_SECONDS
         while len(there) < expected and time.monotonic() < deadline:
             time.sleep(POLL_SECONDS)
-            there |= {name for name, text in self._read(besides).items() if text and before.get(name) != text}
+            there |= {name for name, text in self._read(except_rank).items() if text and before.get(name) != text}
         return len(there)
 
-    def _read(self, besides: int) -> dict[str, str]:
+    def _read(self, except_rank: int) -> dict[str, str]:
         found = {}
         for path in self._folder.glob("waiting-*"):
             with suppress(OSError):
                 found[path.name] = path.read_text()
-        found.pop(f"waiting-{besides}", None)
+        found.pop(f"waiting-{except_rank}", None)
         return found
 
 
