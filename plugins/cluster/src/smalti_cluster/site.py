@@ -115,10 +115,11 @@ class NodesSite(LaunchSite):
     def run(self, config: Config, plan: LaunchPlan, standby: StandbyLauncher | None) -> LaunchResult:
         with stop_on_drain(config):
             if self.group is not None:
-                present, attempt = (1, None) if self.nodes is None else (self.nodes.present, self.nodes.attempt)
+                nodes = self.nodes
+                present, attempt, late = (1, None, False) if nodes is None else (nodes.present, nodes.attempt, nodes.late)
                 self.group.writer = self.writer
                 try:
-                    return self.group.run(present, attempt, standby)
+                    return self.group.run(present, attempt, standby, late=late)
                 finally:
                     self.writer = self.group.writer
             launch = config[LaunchOptions]

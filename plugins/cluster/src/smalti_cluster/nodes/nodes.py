@@ -80,7 +80,10 @@ def wait_for_node_0(directory: RunDirectory, seconds: float, check: Callable[[],
 
 
 class Nodes:
-    """The nodes of a launch, as seen by this one. `kind` is that of its accelerators. Close it before ranks start."""
+    """The nodes of a launch, as seen by this one. `kind` is that of its accelerators. Close it before ranks start.
+
+    `late`: others train already, and this node waits for the next generation of the group.
+    """
 
     def __init__(self, directory: RunDirectory, config: Config, plugins: Plugins, kind: str = "cpu") -> None:
         self._directory = directory
@@ -91,6 +94,7 @@ class Nodes:
         self._notice = Notice()
         self._announced = 0.0
         self._refused: list[str] = []
+        self.late = False
         self._least, self.present = node_range(config)
         self._timeout, self._elastic = config[ClusterOptions].rendezvous_timeout, is_elastic(config)
         self._others = set(range(self.present)) - {self._options.machine_rank}
@@ -246,6 +250,7 @@ class Nodes:
     def _join(self) -> None:
         if self._elastic and (running := running_group(self._directory)) is not None:
             self.announce(running.attempt)  # later than the others: for the next generation
+            self.late = True
             return
         self._checks.connect()
         for waited in _while_node_0_lives(self._directory, self._timeout):
