@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import signal
+import subprocess
 import sys
 import tempfile
 import time
@@ -531,7 +532,7 @@ def _play(report: Report, cluster: Cluster, place: Path, name: str) -> None:
         SCENARIOS[name](scene)
         left = cluster.leftovers() if None not in scene.codes else []
         scene.report.expect(not left, f"processes are left: {left}")
-    except (RuntimeError, OSError) as error:
+    except (RuntimeError, OSError, subprocess.SubprocessError) as error:
         scene.report.broken.append(f"{type(error).__name__}: {error}")
     finally:
         cluster.reset()
