@@ -27,7 +27,7 @@ class CacheOptions(Options):
         level="advanced",
         ge=1,
         le=1024,
-        tradeoff="fewer requests to a remote storage, one for so many latents, but samples are mixed in windows",
+        tradeoff="fewer requests to a remote storage, one for N latents, but samples are mixed in windows",
     )
     data_order_window: int = option(
         1,

@@ -40,7 +40,7 @@ class BlockReads:
         self._limit = limit
         self._blocks: dict[Block, Future[Entries]] = {}
         self._bytes = 0
-        self._told = False
+        self._reported = False
         self._lock = threading.Lock()
 
     def take(self, wanted: Sequence[tuple[Block, Wanted]]) -> list[Entry | None]:
@@ -80,8 +80,8 @@ class BlockReads:
                 return
             if block in new or not read.done():
                 continue
-            if not self._told:
-                self._told = True
+            if not self._reported:
+                self._reported = True
                 _log.warning(
                     "latents are read twice: raise --data_order_gb, or lower --data_order_block or --data_order_window"
                 )
