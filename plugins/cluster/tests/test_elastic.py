@@ -8,11 +8,11 @@ from dataclasses import replace
 import pytest
 
 from smalti.config import LaunchOptions, TrainingOptions
-from smalti.errors import ConfigError, ExitCode, FaultLoopError
+from smalti.errors import ConfigError, ExitCode
 from smalti.rundir import RunDirectory, acquire
 from smalti.system import FOLDER_VARIABLE
 from smalti_cluster.elastic import group
-from smalti_cluster.elastic.excluded import EXCLUDED, exclude, refuse_excluded
+from smalti_cluster.elastic.excluded import EXCLUDED, FaultLoopError, exclude, refuse_excluded
 from smalti_cluster.elastic.group import Group
 from smalti_cluster.elastic.messages import Generation, GroupEnd, Place, read_group_end
 from smalti_cluster.elastic.policy import decide, fault_of_node

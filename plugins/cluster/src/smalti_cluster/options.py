@@ -79,7 +79,7 @@ class ClusterOptions(Options):
     )
     stop_before: Seconds = option(
         None,
-        help="Save and stop so that the checkpoint is complete this long before the time limit, as in 5m.",
+        help="Save and stop this long before the time limit, as in 5m. The checkpoint is complete by then.",
         ge=0,
     )
     grace_seconds: int | None = option(
