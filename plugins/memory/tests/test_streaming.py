@@ -1,4 +1,4 @@
-"""Streamed weights: the numbers of a resident model, each block copied as often as it must be, and nothing used after it left."""
+"""Streamed weights: the numbers of a resident model, as few copies as there can be, and nothing used after it left."""
 
 import copy
 
@@ -42,7 +42,7 @@ class Model(nn.Module):
 
 
 class Late(BlockStream):
-    """Copies arrive as late as they may, and what is in a slot until then is no number: on a CPU, a side stream that takes time."""
+    """Copies arrive as late as they may, and until then a slot holds no numbers: on a CPU, a side stream that takes time."""
 
     def __init__(self) -> None:
         super().__init__("cpu")

@@ -272,7 +272,8 @@ class Strategy(Registered):
     `divided` says over how many ranks each part is divided; 1, or a part that is not named, is a whole copy on each rank. A
     strategy that can divide nothing names no part, and is the only kind that trains a model which cannot be sharded.
     `frozen` is the same for parameters that do not train. `bytes` are per parameter that trains, before it is divided.
-    `offloaded` parts are in host memory; "frozen" are the parameters of blocks that do not train. With `keeps_gradients` their memory stays allocated between steps.
+    `offloaded` parts are in host memory; "frozen" are the parameters of blocks that do not train. With `keeps_gradients` their
+    memory stays allocated between steps.
 
     A strategy that gathers holds `gathered` copies of its largest block in the forward pass, each of `gathered_bytes` per
     parameter, one in the backward pass, and `reduced_bytes` per parameter of a block whose gradients are being reduced. One

@@ -11,7 +11,7 @@ SLOTS = 2
 class MemoryOptions(Options):
     stream_base: bool = option(
         False,
-        help="Keep the frozen weights of blocks in host memory, and copy each block to the accelerator just before it computes.",
+        help="Keep the frozen weights of blocks in host memory, and copy each to the accelerator just before it computes.",
         tradeoff="memory for two blocks instead of all, two copies of the weights over the bus per micro-batch",
     )
     resident_gib: float = option(

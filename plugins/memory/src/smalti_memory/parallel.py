@@ -27,7 +27,7 @@ class StreamedParallel(DdpParallel):
             materialise(model, weights, self.world.device)
         self.stream.start()
         # DDP would send them to the other ranks, from the device.
-        nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(
+        nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(  # type: ignore[no-untyped-call]
             model, [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
         )
         return model

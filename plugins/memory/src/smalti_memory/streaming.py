@@ -1,12 +1,12 @@
 """Frozen weights that are in host memory and come to the device block by block, just before each block computes.
 
-The frozen tensors of a block are one range of host memory, which is pinned where that is possible, and arrive as one copy in one
-of a few slots on the device. While a block computes, the next one is copied on a side stream: the following one in a forward
-pass, the one before it where activations are recomputed in the backward pass. What a slot holds at a turn is used again first,
-so a step copies every block twice, less the slots of each turn.
+The frozen tensors of a block are one range of host memory, pinned where that is possible, and arrive as one copy in one of a few
+slots on the device. While a block computes, the next one is copied on a side stream: the following one in a forward pass, the one
+before it where activations are recomputed in the backward pass. What a slot holds at a turn is used again first, so a step copies
+every block twice, less the slots of each turn.
 
-Which block follows is learned from the order of calls. It decides only what is copied ahead: a block that is not there when it is
-called is copied then.
+Which block follows is learned from the order of calls. It decides only what is copied ahead: a block that is not there when it
+is called is copied then.
 
 Nothing here is in a checkpoint, which has no frozen weights.
 """
@@ -186,7 +186,7 @@ class _Layout:
         if is_traceable_wrapper_subclass(tensor):
             names, context = tensor.__tensor_flatten__()
             inner = {name: self.place(getattr(tensor, name)) for name in names}
-            return lambda memory: kind.__tensor_unflatten__(  # type: ignore[attr-defined, no-any-return]
+            return lambda memory: kind.__tensor_unflatten__(
                 {name: build(memory) for name, build in inner.items()}, context, shape, stride
             )
         begin, end = self.size, self.size + tensor.nbytes
