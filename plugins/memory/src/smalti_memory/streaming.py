@@ -1,9 +1,9 @@
 """Frozen weights that are in host memory and come to the device block by block, just before each block computes.
 
-The frozen tensors of a block are one range of host memory, pinned where that is possible, and arrive as one copy in one of a few
-slots on the device. While a block computes, the next one is copied on a side stream: the following one in a forward pass, the one
-before it where activations are recomputed in the backward pass. What a slot holds at a turn is used again first, so a step copies
-every block twice, less the slots of each turn.
+The frozen tensors of a block are one range of host memory, pinned where that is possible, and arrive as one copy in one of a
+few slots on the device. While a block computes, the next one is copied on a side stream: the following one in a forward pass,
+the one before it where activations are recomputed in the backward pass. What a slot holds at a turn is used again first, so a
+step copies every block twice, less the slots of each turn.
 
 Which block follows is learned from the order of calls. It decides only what is copied ahead: a block that is not there when it
 is called is copied then.
