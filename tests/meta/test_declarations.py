@@ -160,12 +160,12 @@ def test_examples_call_the_command_with_options_that_exist(official, path):
 
 
 def test_the_reference_page_is_up_to_date(root, official):
-    page = (root / "docs" / "configuration.md").read_text()
-    assert page.rstrip() == reference_page(official).rstrip(), "smalti config reference > docs/configuration.md"
+    page = (root / "docs" / "reference" / "configuration.md").read_text()
+    assert page.rstrip() == reference_page(official).rstrip(), "smalti config reference > docs/reference/configuration.md"
 
 
 def test_the_reference_page_has_a_row_for_every_option_of_all_official_plugins(root, official):
-    page = (root / "docs" / "configuration.md").read_text()
+    page = (root / "docs" / "reference" / "configuration.md").read_text()
     rows = re.findall(r"^\| `(\w+)` \|", page, flags=re.MULTILINE)
     assert rows == [name for group in official.groups for name in group.options.model_fields]
     assert {"lora_rank", "fsdp_enable", "deepspeed_config"} <= set(rows)

@@ -1,4 +1,4 @@
-"""The tables of the importers as Markdown: the end of docs/moving.md, and `smalti config import --tables`."""
+"""The tables of the importers as Markdown: the page docs/reference/other-trainers.md, and `smalti config import --tables`."""
 
 from __future__ import annotations
 
@@ -24,17 +24,19 @@ PAGE: Mapping[str, Mapping[str, Sequence[Rule]]] = {
 
 
 def tables_page() -> str:
-    """All tables, under the heading `All keys`."""
+    """The page: all tables."""
     return "\n".join(_lines()) + "\n"
 
 
 def _lines() -> Iterator[str]:
-    yield "## All keys"
+    yield "# Keys of other trainers"
     yield ""
-    yield "What `smalti config import` does with each key. Every other key is listed at the end of its result."
+    yield "What `smalti config import` does with each key of kohya's sd-scripts, ai-toolkit and OneTrainer. Every other key is"
+    yield "listed at the end of its result. [Coming from other trainers](../moving.md) says how to import a file."
+    yield "This page is generated: `smalti config import --tables > docs/reference/other-trainers.md`."
     for trainer, tables in PAGE.items():
         for title, rules in tables.items():
-            yield from ("", f"### {trainer}: {title.lower()}", "", f"| {trainer} | smalti | difference |", "|---|---|---|")
+            yield from ("", f"## {trainer}: {title.lower()}", "", f"| {trainer} | smalti | difference |", "|---|---|---|")
             yield from map(_row, (rule for rule in rules if rule.kind in ("option", "read")))
             yield from _grouped("No effect here", [rule for rule in rules if rule.kind == "no effect"])
             yield from _grouped("Not converted", [rule for rule in rules if rule.kind == "unsupported"])
