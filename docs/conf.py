@@ -1,4 +1,4 @@
-"""The site of the documentation: `make docs`, with Sphinx and MyST. The pages are plain Markdown, which a forge shows as well."""
+"""The site of the documentation: `make docs`, with Sphinx and MyST, of pages in plain Markdown."""
 
 import re
 from pathlib import Path
