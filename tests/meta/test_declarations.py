@@ -286,9 +286,6 @@ def test_the_usual_set_is_the_same_wherever_it_is_named(root):
     assert known - usual - others == {"smalti-testing", "smalti-toy"}
     rows = re.findall(r"^\| `plugins/(\w+)` (\*?)", (root / "docs/install.md").read_text(), flags=re.MULTILINE)
     assert {f"smalti-{name.replace('_', '-')}": bool(mark) for name, mark in rows} == {name: name in usual for name in known}
-    table = re.findall(r"^\| (`[^|]*) \| (yes|no) \|", (root / "README.md").read_text(), flags=re.MULTILINE)
-    told = {f"smalti-{name.replace('_', '-')}": chosen for cell, chosen in table for name in re.findall(r"`(\w+)`", cell)}
-    assert told == {name: "yes" if name in usual else "no" for name in known}
 
 
 def test_the_command_of_a_readme_installs_what_the_package_needs(root):
