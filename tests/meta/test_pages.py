@@ -84,6 +84,8 @@ _OF_OTHER_COMMANDS = (
 _OF_THEIR_OWN = ("writing-a-plugin.md", "your-own-architecture.md", "hooks.md", "protocols.md")
 """Pages with options of plugins that they write themselves; a test follows them."""
 _PACKAGES = ("smalti", "smalti_fsdp2", "smalti_deepspeed", "smalti_diffusers", "smalti_testing")
+WORDS = 45_000
+"""Of README and all pages that are written by hand, at most: a page that grows pays for it on another."""
 _FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
@@ -204,3 +206,8 @@ def test_the_index_has_every_page(pages, root):
     index = root / "docs" / "README.md"
     linked = {(index.parent / link.partition("#")[0]).resolve() for link in _LINK.findall(pages[index])}
     assert sorted(path.name for path in pages.keys() - linked - {index, root / "README.md"}) == []
+
+
+def test_the_pages_are_not_more_than_a_reader_can_read(pages, root):
+    words = {path: len(text.split()) for path, text in pages.items() if root / "docs" / "reference" not in path.parents}
+    assert sum(words.values()) <= WORDS, sorted(((number, path.name) for path, number in words.items()), reverse=True)
