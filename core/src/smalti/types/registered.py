@@ -151,12 +151,16 @@ class CacheEntry(Registered):
 
     `encoder`, "module:callable" too, makes it the cache in which a run keeps what it encodes before training. It takes the
     `Config`, the `ModelFamily` and the `Catalog` of storages, and returns a `smalti.data.DataEncoder`.
+
+    `order`, "module:callable" too, takes the `Config` and returns an order of samples in which that cache is cheap to read, a
+    `smalti.data.Passes`; None permutes all samples. It is called in the launcher too, and imports no torch.
     """
 
     kind = "the cache"
     factory: str = ""
     configured: bool = False
     encoder: str = ""
+    order: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)

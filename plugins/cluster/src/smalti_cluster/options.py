@@ -58,6 +58,12 @@ class ClusterOptions(Options):
         help="How often lost ranks or nodes start the group again without a step in between. Default: 3 with MIN:MAX, else 0.",
         ge=0,
     )
+    grow_after: Seconds = option(
+        None,
+        help="With MIN:MAX: start again with nodes that came back once the group has trained this long. Default: never.",
+        level="advanced",
+        ge=1,
+    )
     rendezvous_timeout: int = option(
         600,
         help="Seconds that nodes wait for each other at the start.",
@@ -142,6 +148,8 @@ def node_problems(config: Config) -> list[Problem]:
     if is_elastic(config) and not launch.shared_output_dir:
         message = "nodes that start again after a loss agree in the run directory, and shared_output_dir is off"
         problems.append(Problem(message=message, fix="a shared output_dir; or --nodes=N and --max_restarts=0"))
+    if config[ClusterOptions].grow_after is not None and least == most:
+        problems.append(Problem(message="grow_after is for a range of nodes", fix="--nodes=MIN:MAX, as in 4:6"))
     if most > 1 and not launch.main_process_ip:
         problems.append(Problem(message="several nodes need the address of node 0", fix="--main_process_ip=ADDRESS"))
     return problems

@@ -112,13 +112,14 @@ CHAPTERS = (
     Chapter(
         title="Caches",
         about="`register_caches` names a factory; the factory returns a `Cache`. The callable that `encoder` names "
-        "returns a `DataEncoder`.",
+        "returns a `DataEncoder`, the one that `order` names `Passes` or None.",
         classes=("smalti:CacheEntry", "smalti.plugins:Cache", "smalti:Cleared"),
         optional=(
             "smalti.data:DataEncoder",
             "smalti.data:Encoded",
             "smalti.data:CachedLatents",
             "smalti.data:CachedTexts",
+            "smalti.data:Passes",
         ),
         bases=("smalti.plugins:CacheFile",),
     ),
