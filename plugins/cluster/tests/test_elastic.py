@@ -9,11 +9,11 @@ import pytest
 
 from smalti import RunState, StepBoundary, StopReason
 from smalti.config import LaunchOptions, TrainingOptions
-from smalti.errors import ConfigError, ExitCode, FaultLoopError
+from smalti.errors import ConfigError, ExitCode
 from smalti.rundir import RunDirectory, acquire
 from smalti.system import FOLDER_VARIABLE
 from smalti_cluster.elastic import group, waiting as waiting_nodes
-from smalti_cluster.elastic.excluded import EXCLUDED, exclude, refuse_excluded
+from smalti_cluster.elastic.excluded import EXCLUDED, FaultLoopError, exclude, refuse_excluded
 from smalti_cluster.elastic.group import Group
 from smalti_cluster.elastic.growth import Growth
 from smalti_cluster.elastic.messages import Generation, GroupEnd, Place, growth, read_group_end

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Mapping
 from typing import Annotated, Literal
@@ -11,8 +10,6 @@ from pydantic import AfterValidator, BeforeValidator
 
 from smalti import Config, OptionGroup, Options, Problem, Translation, option
 from smalti.config import LaunchOptions
-from smalti.system import FOLDER_VARIABLE
-from smalti_cluster.schedulers.environment import rank_launcher
 from smalti_cluster.schedulers.layer import scheduler_layer
 
 _NODES = re.compile(r"\d+(:\d+)?")
@@ -88,7 +85,7 @@ class ClusterOptions(Options):
     )
     stop_before: Seconds = option(
         None,
-        help="Save and stop so that the checkpoint is complete this long before the time limit, as in 5m.",
+        help="Save and stop this long before the time limit, as in 5m. The checkpoint is complete by then.",
         ge=0,
     )
     grace_seconds: int | None = option(
@@ -153,17 +150,6 @@ def node_problems(config: Config) -> list[Problem]:
     if most > 1 and not launch.main_process_ip:
         problems.append(Problem(message="several nodes need the address of node 0", fix="--main_process_ip=ADDRESS"))
     return problems
-
-
-def launcher_problems(config: Config) -> list[Problem]:
-    """Another launcher around `smalti train`: each of its processes would be a run of its own, in the same directory."""
-    found = None if FOLDER_VARIABLE in os.environ else rank_launcher(os.environ)  # set in smalti's own ranks
-    if found is None:
-        return []
-    launcher, ranks = found
-    message = f"{launcher} has started this process as a rank, and smalti starts its ranks itself"
-    nodes = " once on each node" if config[LaunchOptions].num_machines > 1 else ""
-    return [Problem(message=message, fix=f"without {launcher},{nodes}: smalti train --num_processes={ranks}")]
 
 
 GROUP = OptionGroup(

@@ -28,9 +28,9 @@ class Cluster:
 
     @hookimpl
     def check_config(self, config: Config) -> list[Problem]:
-        from smalti_cluster.options import launcher_problems, node_problems
+        from smalti_cluster.options import node_problems
 
-        return config.run_checks(launcher_problems, node_problems)
+        return config.run_checks(node_problems)
 
     @hookimpl
     def register_commands(self, commands: CommandCollector) -> None:
