@@ -6,11 +6,13 @@ import tomllib
 
 import pluggy
 import pytest
+from click.testing import CliRunner
 
 from smalti.hookspecs import PROJECT, HookSpecs
 from smalti.parallel.protocol import Parallel, TrainingState
 from smalti.plugins.registry import PluginInfo, Plugins
 from smalti_testing.hooks_page import examples, hooks_page, shipped_users
+from smalti_testing.new_plugin import plugin
 from smalti_testing.protocols import documented
 
 MANAGER = pluggy.PluginManager(PROJECT)
@@ -28,6 +30,11 @@ def test_the_page_is_up_to_date(root, shipped):
     assert (root / "docs/reference/hooks.md").read_text() == hooks_page(shipped), (
         "smalti plugin reference hooks > docs/reference/hooks.md"
     )
+
+
+def test_the_command_prints_the_page_and_names_nothing_but_plugins_of_this_project(root):
+    printed = CliRunner().invoke(plugin, ["reference", "hooks"])
+    assert (printed.exit_code, printed.output) == (0, (root / "docs/reference/hooks.md").read_text())
 
 
 def test_the_page_has_every_hook_with_its_exact_arguments_in_the_order_of_the_catalogue(shipped):

@@ -37,7 +37,7 @@ def test_the_page_is_up_to_date(root):
 
 
 def test_the_page_has_no_private_names(root):
-    assert re.findall(r"(?<![\w.])_[A-Za-z]\w+", (root / "docs" / "reference" / "protocols.md").read_text()) == []
+    assert re.findall(r"(?<![\w.])_[A-Za-z]\w+", (root / "docs/reference/protocols.md").read_text()) == []
 
 
 def test_every_protocol_of_the_core_is_on_the_page_or_the_cores_own(root):
