@@ -1,4 +1,4 @@
-# make demo · make demo-flux · make test · make test-cuda-wheel · make check · make fix · make torture · make bench · make clean
+# make demo · make demo-flux · make test · make test-cuda-wheel · make check · make fix · make docs · make torture · make bench · make clean
 
 PYTHON ?= python3.11
 VENV := .venv
@@ -17,7 +17,7 @@ TEST_ENV := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= HF_HOME="$(CURDIR)/$(VENV
 	CPATH="$(LIBAIO)/include$${CPATH:+:$$CPATH}" LIBRARY_PATH="$(LIBAIO)/lib$${LIBRARY_PATH:+:$$LIBRARY_PATH}" \
 	LD_LIBRARY_PATH="$(LIBAIO)/lib$${LD_LIBRARY_PATH:+:$$LD_LIBRARY_PATH}"
 
-.PHONY: demo demo-flux test test-cuda-wheel check lint fix torture bench clean
+.PHONY: demo demo-flux test test-cuda-wheel check lint fix docs torture bench clean
 
 demo: $(VENV)/demo.done
 	$(BIN)/python examples/emoji/prepare.py demo/faces
@@ -65,6 +65,11 @@ lint: $(VENV)/dev.done
 fix: $(VENV)/dev.done
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+# The site of the documentation, which needs no network to be read: site/index.html. A broken link is an error.
+docs: $(VENV)/dev.done
+	$(BIN)/python -m sphinx -W --keep-going -q -c docs -b html . site
+	cp site/README.html site/index.html
 
 # Faults against checkpoints, runs and plugins: ARGS="--seed N --seconds S", see tests/torture.
 torture: $(VENV)/dev.done
