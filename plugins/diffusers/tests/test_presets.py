@@ -1,7 +1,11 @@
 """`smalti config new` for every family: the file resolves, and what it plans is within the card. Without a network."""
 
 import json
+import os
+import pty
 import re
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
@@ -128,3 +132,21 @@ def test_images_without_captions_get_a_prompt_and_the_command_is_in_the_file():
     assert answer["device"]["title"] == device_models()["rtx4090"].title
     command = next(line for line in answer["toml"].splitlines() if line.startswith("#   smalti config new "))
     assert "'--card=RTX 4090' --gpus=1 --data=bare '--prompt=a photo of zwx'" in command
+
+
+def test_on_a_terminal_it_asks_for_what_is_not_given(places):
+    written("--model=pixart", "--card=24GB", "--data=photos")  # counts the model
+    main, terminal = pty.openpty()
+    try:
+        words = [sys.executable, "-m", "smalti", "config", "new", "--card=24GB"]
+        process = subprocess.Popen(words, stdin=terminal, stdout=terminal, stderr=subprocess.PIPE, text=True)
+        os.write(main, b"pixart\n2\n\nphotos\nasked.toml\n")
+        _, questions = process.communicate(timeout=120)
+    finally:
+        os.close(main)
+        os.close(terminal)
+    assert process.returncode == 0, questions
+    asked = [word for word in ("Model [", "Card, or", "GPUs [", "Goal (", "Folder of", "Write to") if word in questions]
+    assert asked == ["Model [", "GPUs [", "Goal (", "Folder of", "Write to"]
+    values = tomllib.loads((places / "asked.toml").read_text())
+    assert (values["model_family"], values["num_processes"], values["model_type"]) == ("pixart", 2, "lora")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
+from typing import cast
 
 import click
 
@@ -90,7 +91,7 @@ def _asked(
     model = click.prompt("Model", default="sdxl" if "sdxl" in families else next(iter(families), None), err=True)
     card = card or click.prompt("Card, or its memory", default="detected", err=True)
     gpus = gpus or click.prompt("GPUs", default=1, type=click.IntRange(1, _MOST_GPUS), err=True)
-    goal = goal or click.prompt("Goal", default="lora", type=click.Choice(["lora", "full"]), err=True)
+    goal = goal or cast(Goal, click.prompt("Goal", default="lora", type=click.Choice(["lora", "full"]), err=True))
     data = data or Path(click.prompt("Folder of the images", default="photos", err=True))
     target = target or Path(click.prompt("Write to", default="config.toml", err=True))
     return model, card, gpus, goal, data, target

@@ -55,14 +55,14 @@ def model_of(text: str, families: Mapping[str, FamilyEntry]) -> tuple[FamilyEntr
         if text in entry.flavours.values():
             return entry, text
     name, _, flavour = text.partition("/")
-    entry = families.get(name.lower().replace("-", "_"), None)  # type: ignore[arg-type]
-    if entry is None:
+    found = families.get(name.lower().replace("-", "_"))
+    if found is None:
         near = did_you_mean(name, families, count=3)
         raise UserError(f"the model {text!r} is unknown", fix=f"{near} --model=NAME: {', '.join(families)}".lstrip())
-    if flavour and flavour not in entry.flavours:
-        known = ", ".join(f"{name}/{each}" for each in entry.flavours) or name
-        raise UserError(f"{entry.title} has no flavour {flavour!r}", fix=f"--model=NAME: {known}")
-    return entry, entry.flavours[flavour] if flavour else next(iter(entry.flavours.values()), "")
+    if flavour and flavour not in found.flavours:
+        known = ", ".join(f"{name}/{each}" for each in found.flavours) or name
+        raise UserError(f"{found.title} has no flavour {flavour!r}", fix=f"--model=NAME: {known}")
+    return found, found.flavours[flavour] if flavour else next(iter(found.flavours.values()), "")
 
 
 def card_of(text: str) -> DeviceModel:
