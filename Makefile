@@ -1,4 +1,5 @@
-# make demo · make demo-flux · make test · make test-cuda-wheel · make check · make fix · make docs · make torture · make bench · make clean
+# make demo · make demo-flux · make quick · make test · make test-cuda-wheel · make check · make fix · make docs
+# make torture · make bench · make clean
 
 PYTHON ?= python3.11
 VENV := .venv
@@ -17,7 +18,7 @@ TEST_ENV := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= HF_HOME="$(CURDIR)/$(VENV
 	CPATH="$(LIBAIO)/include$${CPATH:+:$$CPATH}" LIBRARY_PATH="$(LIBAIO)/lib$${LIBRARY_PATH:+:$$LIBRARY_PATH}" \
 	LD_LIBRARY_PATH="$(LIBAIO)/lib$${LD_LIBRARY_PATH:+:$$LD_LIBRARY_PATH}"
 
-.PHONY: demo demo-flux test test-cuda-wheel check lint fix docs torture bench clean
+.PHONY: demo demo-flux quick test test-cuda-wheel check lint fix docs torture bench clean
 
 demo: $(VENV)/demo.done
 	$(BIN)/python examples/emoji/prepare.py demo/faces
@@ -34,6 +35,10 @@ demo-flux: $(VENV)/demo-flux.done
 	$(BIN)/python examples/emoji-flux/pipeline.py demo/flux
 	$(BIN)/smalti train examples/emoji-flux/config.toml $(ARGS)
 	test -e demo/flux-export || $(BIN)/smalti checkpoint export demo/flux-run --to demo/flux-export
+
+# What smalti was asked for, each thing seen once: see tests/quick.py. At most three minutes, after the install.
+quick: $(VENV)/dev.done
+	$(TEST_ENV) PYTHONPATH=tests $(BIN)/python tests/quick.py
 
 test: $(VENV)/dev.done $(VENV)/compiled.done
 	$(TEST_ENV) $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder --maxfail=10 --durations=20 $(ARGS)
