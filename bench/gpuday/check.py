@@ -7,9 +7,12 @@ import shutil
 import sys
 from pathlib import Path
 
+from gpuday import nodes
 from gpuday.measures import MEASURES
-from gpuday.processes import Failed, Setting
+from gpuday.processes import CheckError, Setting
 from gpuday.table import named
+
+MEASURES_OF_NODES = {each.__name__: each for each in (nodes.nodes_save, nodes.nodes_elastic)}
 
 
 def main(name: str, text: str, result: str) -> None:
@@ -22,8 +25,8 @@ def main(name: str, text: str, result: str) -> None:
     folder.mkdir(parents=True)
     found: dict[str, object]
     try:
-        found = {"figures": dict(MEASURES[check.measure](check, setting, folder))}
-    except Failed as failure:
+        found = {"figures": dict(({**MEASURES, **MEASURES_OF_NODES})[check.measure](check, setting, folder))}
+    except CheckError as failure:
         found = {"failure": str(failure)}
     Path(result).write_text(json.dumps(found))
 

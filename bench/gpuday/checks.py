@@ -18,8 +18,8 @@ TINY_SECONDS = 2.0
 class Bound:
     """What a figure has to be. With `device`, only devices with this word in their name are held to it.
 
-    `unit` "times" is a ratio of two times, "s" are seconds, "share" is one of a device's peak. A rehearsal, whose models are tiny
-    and whose device is the CPU, takes times less exactly, and shares not at all.
+    `unit` "times" is a ratio of two times, "s" are seconds, "share" is one of a device's peak. A rehearsal, whose models are
+    tiny and whose device is the CPU, takes times less exactly, and shares not at all.
     """
 
     figure: str
@@ -77,10 +77,10 @@ class Work:
 class Check:
     """One row of the table.
 
-    `measure` names the function of `gpuday.measures` that makes the figures. `minutes` are expected on an H100; a check that takes
-    five times as long is ended. Needs: `gpus`, `memory` of each in GiB, a Python `package`, and `nodes` of a cluster. `reference` is
-    what the work is compared with; `plan` compares its memory with what `smalti plan` says, `bare` its steps with the loop of
-    diffusers' example. `marks` are figures that documents quote, by the key of the mark (`gpuday.documents`).
+    `measure` names the function of `gpuday.measures` that makes the figures. `minutes` are expected on an H100. Needs: `gpus`,
+    `memory` of each in GiB, a Python `package`, and `nodes` of a cluster. `reference` is what the work is compared with; `plan`
+    compares its memory with what `smalti plan` says, `bare` its steps with the loop of diffusers' example. `marks` are the
+    figures that documents quote, by the key of the mark (`gpuday.documents`).
     """
 
     name: str

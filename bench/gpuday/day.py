@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
@@ -23,7 +24,7 @@ State = dict[str, dict[str, object]]
 
 @dataclass(kw_only=True)
 class Day:
-    """`minutes` are those of this call, `limit` the seconds of each check instead of what the table says. `say` prints a line."""
+    """`minutes` are those of this call, `limit` the seconds of each check instead of the table's. `say` prints a line."""
 
     checks: Sequence[Check]
     setting: Setting
@@ -44,17 +45,16 @@ class Day:
         self.done = self._kept(again=again)
         begun = time.monotonic()
         for number, check in enumerate(self.checks, start=1):
+            place = f"[{number}/{len(self.checks)}]"
             if check.name in self.done:
-                self.say(f"[{number}/{len(self.checks)}] {check.name}: {self.done[check.name]['status']} before")
+                self.say(f"{place} {check.name}: {self.done[check.name]['status']} before")
                 continue
             left = self.minutes - (time.monotonic() - begun) / 60
             reason = lacking(check, self.setting) or ("" if check.minutes <= left else f"needs {check.minutes:g} more minutes")
             if reason:
-                self.say(f"[{number}/{len(self.checks)}] {check.name}: left out: {reason}")
+                self.say(f"{place} {check.name}: left out: {reason}")
                 continue
-            self.say(
-                f"[{number}/{len(self.checks)}] {check.name}: {check.what} (about {check.minutes:g} min; {self._rest(number)})"
-            )
+            self.say(f"{place} {check.name}: {check.what} (about {check.minutes:g} min; {self._rest(number)})")
             result = self._made(check)
             self.done[check.name] = result
             write(self._file, {"hardware": dict(self.setting.hardware), "checks": self.done})
@@ -141,15 +141,11 @@ def end(process: subprocess.Popen[bytes]) -> None:
         below = psutil.Process(process.pid).children(recursive=True)
     except psutil.NoSuchProcess:
         below = []
-    try:
+    with suppress(ProcessLookupError):  # all of its session have ended
         os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass  # all of its session have ended
     for each in below:
-        try:
+        with suppress(psutil.NoSuchProcess):
             each.kill()
-        except psutil.NoSuchProcess:
-            continue
     process.wait()
 
 

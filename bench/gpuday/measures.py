@@ -16,7 +16,7 @@ import psutil
 
 from gpuday.checks import Check, Figures, Work
 from gpuday.models import folder_of, words_of
-from gpuday.processes import Failed, Setting, checked, command, kill, run_ranks, start, tail
+from gpuday.processes import CheckError, Setting, checked, command, kill, run_ranks, start, tail
 from smalti.rundir import RunDirectory
 
 LAST_STEP = 100
@@ -101,12 +101,12 @@ def _planned(work: Work, setting: Setting, folder: Path) -> float:
         check=False,
     )
     if process.returncode not in (0, 3):  # 3: it does not fit
-        raise Failed(f"smalti plan ended with exit code {process.returncode}\n{process.stderr[-3000:]}")
+        raise CheckError(f"smalti plan ended with exit code {process.returncode}\n{process.stderr[-3000:]}")
     own_way = json.loads(process.stdout)["configured"]
     if own_way is None:
-        raise Failed("smalti plan knows no such way to train on this device")
+        raise CheckError("smalti plan knows no such way to train on this device")
     if own_way["error"] or own_way["counted_by"] == "formula":
-        raise Failed(f"smalti plan has rehearsed nothing: {own_way['error'] or own_way['notes']}")
+        raise CheckError(f"smalti plan has rehearsed nothing: {own_way['error'] or own_way['notes']}")
     phases = (own_way["phases"][name] for name in _PHASES if name in own_way["phases"])
     return float(max(sum(phase[part] for part in _PARTS) for phase in phases))
 
@@ -139,7 +139,7 @@ def health(check: Check, setting: Setting, folder: Path) -> Figures:
         check=False,
     )
     if process.returncode not in (0, 1):
-        raise Failed(f"smalti health ended with exit code {process.returncode}\n{process.stderr[-3000:]}")
+        raise CheckError(f"smalti health ended with exit code {process.returncode}\n{process.stderr[-3000:]}")
     found = json.loads(process.stdout)
     read = [each for each in found if each["reading"].get("temperature") is not None]
     stopping = [each for each in found if any(one["action"].startswith("stop") for one in each["decisions"])]
@@ -152,17 +152,17 @@ def health(check: Check, setting: Setting, folder: Path) -> Figures:
 def resume(check: Check, setting: Setting, folder: Path) -> Figures:
     """A run that is killed within a step and started again, against one that is not."""
     own = ("--checkpoint_step_interval=10",)
-    whole = _train(setting, folder, "whole", own)
+    whole = train(setting, folder, "whole", own)
     checked(setting, whole, folder / "reference.log", role="reference")
-    words, run = _train(setting, folder, "killed", own), RunDirectory(folder / "killed")
+    words, run = train(setting, folder, "killed", own), RunDirectory(folder / "killed")
     process = start(setting, words, folder / "tested.log")
     try:
-        _wait(lambda: _steps_after_save(run) > 1, "a checkpoint", process, folder / "tested.log")
+        wait(lambda: _steps_after_save(run) > 1, "a checkpoint", process, folder / "tested.log")
     finally:
         kill(process)
     checked(setting, words, folder / "tested.log")
     began = [event.step for event in run.events() if event.text("state") == "running"]
-    mine, other = _losses(run), _losses(RunDirectory(folder / "whole"))
+    mine, other = losses(run), losses(RunDirectory(folder / "whole"))
     return {
         "loss_difference": furthest([mine[step] for step in sorted(mine)], [other[step] for step in sorted(other)]),
         "resumed_from": began[-1] if len(began) == 2 else 0,
@@ -172,7 +172,7 @@ def resume(check: Check, setting: Setting, folder: Path) -> Figures:
 
 def saves(check: Check, setting: Setting, folder: Path) -> Figures:
     """A run that saves every ten steps, whose checkpoints are read back."""
-    words = _train(setting, folder, "run", ("--checkpoint_step_interval=10", "--checkpoints_total_limit=0"), large=True)
+    words = train(setting, folder, "run", ("--checkpoint_step_interval=10", "--checkpoints_total_limit=0"), large=True)
     checked(setting, words, folder / "tested.log")
     made = [event for event in RunDirectory(folder / "run").events() if event.kind == "checkpoint"]
     unverified = command(setting, ("smalti", "checkpoint", "verify", str(folder / "run")), folder / "verified.log")
@@ -181,17 +181,17 @@ def saves(check: Check, setting: Setting, folder: Path) -> Figures:
         "checkpoints": len(made),
         "unverified": int(unverified != 0),
         "blocked_seconds": max(blocked, default=math.nan),
-        "gb_per_second": max(_speeds(made), default=None),
+        "gb_per_second": max(speeds(made), default=None),
     }
 
 
 def lost_rank(check: Check, setting: Setting, folder: Path) -> Figures:
     """Two ranks of DDP, of which rank 1 is killed."""
-    words = _train(setting, folder, "run", ("--checkpoint_step_interval=0", "--max_train_steps=100000"), ranks=2)
+    words = train(setting, folder, "run", ("--checkpoint_step_interval=0", "--max_train_steps=100000"), work=Work(ranks=2))
     run, log = RunDirectory(folder / "run"), folder / "tested.log"
     process = start(setting, words, log)
     try:
-        _wait(lambda: _last(run, "step") >= 5, "step 5", process, log)
+        wait(lambda: last(run, "step") >= 5, "step 5", process, log)
         victim = _rank_below(process.pid, 1)
         begun = time.monotonic()
         victim.kill()
@@ -200,7 +200,7 @@ def lost_rank(check: Check, setting: Setting, folder: Path) -> Figures:
     finally:
         kill(process)
     saved = [event.step or 0 for event in run.events() if event.kind == "checkpoint"]
-    last = max(_losses(run))
+    last = max(losses(run))
     return {
         "ended_seconds": seconds,
         "lost_steps": last - max(saved, default=0),
@@ -209,11 +209,11 @@ def lost_rank(check: Check, setting: Setting, folder: Path) -> Figures:
     }
 
 
-def _train(
-    setting: Setting, folder: Path, name: str, more: Iterable[str], *, ranks: int = 1, large: bool = False, nodes: int = 0
+def train(
+    setting: Setting, folder: Path, name: str, more: Iterable[str], *, work: Work | None = None, large: bool = False
 ) -> list[str]:
     """Words of a run of the toy model on a few images, in `folder / name`. `large`: with gigabytes of state on a device."""
-    words = words_of(Work(ranks=ranks, nodes=nodes), setting.models, folder / name, rehearsed=setting.rehearsed)
+    words = words_of(work or Work(), setting.models, folder / name, rehearsed=setting.rehearsed)
     size = ["--toy_width=1024", "--toy_depth=12", "--toy_heads=16"] if large and not setting.rehearsed else []
     own = [f"--instance_data_dir={_images(setting.folder)}", f"--max_train_steps={LAST_STEP}", "--without=plots"]
     precision = ["--mixed_precision=no", "--no_allow_tf32", "--sdpa_backend=math"]
@@ -235,7 +235,7 @@ def _images(folder: Path) -> Path:
     return place
 
 
-def _losses(run: RunDirectory) -> dict[int, float]:
+def losses(run: RunDirectory) -> dict[int, float]:
     """The loss of each step; of one that was made twice, the later."""
     found = {}
     for event in run.events():
@@ -244,27 +244,27 @@ def _losses(run: RunDirectory) -> dict[int, float]:
     return found
 
 
-def _speeds(made: Iterable[Any]) -> list[float]:
+def speeds(made: Iterable[Any]) -> list[float]:
     return [(event.number("size") or 0) / event.number("seconds") / 1e9 for event in made if event.number("seconds")]
 
 
-def _last(run: RunDirectory, kind: str) -> int:
+def last(run: RunDirectory, kind: str) -> int:
     """The step of the last event of this kind; 0 if there is none."""
     event = run.latest(kind)
     return 0 if event is None else event.step or 0
 
 
 def _steps_after_save(run: RunDirectory) -> int:
-    saved = _last(run, "checkpoint")
-    return _last(run, "step") - saved if saved else 0
+    saved = last(run, "checkpoint")
+    return last(run, "step") - saved if saved else 0
 
 
-def _wait(done: Callable[[], bool], what: str, process: subprocess.Popen[bytes], log: Path, seconds: float = 300) -> None:
-    """Raises Failed if the process ends before, or the time is over."""
+def wait(done: Callable[[], bool], what: str, process: subprocess.Popen[bytes], log: Path, seconds: float = 300) -> None:
+    """Raises CheckError if the process ends before, or the time is over."""
     deadline = time.monotonic() + seconds
     while not done():
         if process.poll() is not None or time.monotonic() > deadline:
-            raise Failed(f"{what} never came; exit code {process.returncode}\n{tail(log)}")
+            raise CheckError(f"{what} never came; exit code {process.returncode}\n{tail(log)}")
         time.sleep(0.01)
 
 
@@ -275,7 +275,7 @@ def _rank_below(pid: int, rank: int) -> psutil.Process:
                 return each
         except psutil.NoSuchProcess:
             continue
-    raise Failed(f"no process of rank {rank} below {pid}")
+    raise CheckError(f"no process of rank {rank} below {pid}")
 
 
 MEASURES: Mapping[str, Callable[[Check, Setting, Path], Figures]] = {

@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,7 +19,7 @@ ROLE = "GPUDAY_ROLE"
 """Variable of each process under test: "tested", or "reference" for what it is compared with."""
 
 
-class Failed(Exception):
+class CheckError(Exception):
     """A process of a check has failed; the message ends with the end of its output."""
 
 
@@ -56,9 +57,9 @@ def command(setting: Setting, words: Sequence[str], log: Path, *, role: str = "t
 
 
 def checked(setting: Setting, words: Sequence[str], log: Path, *, role: str = "tested") -> None:
-    """The same. Raises Failed for any exit code but 0."""
+    """The same. Raises CheckError for any exit code but 0."""
     if code := command(setting, words, log, role=role):
-        raise Failed(f"{shlex.join(words[:4])} ... ended with exit code {code}\n{tail(log)}")
+        raise CheckError(f"{shlex.join(words[:4])} ... ended with exit code {code}\n{tail(log)}")
 
 
 def start(setting: Setting, words: Sequence[str], log: Path, *, role: str = "tested") -> subprocess.Popen[bytes]:
@@ -76,17 +77,15 @@ def start(setting: Setting, words: Sequence[str], log: Path, *, role: str = "tes
 
 def kill(process: subprocess.Popen[bytes]) -> None:
     """SIGKILL for all of its session, and wait for it."""
-    try:
+    with suppress(ProcessLookupError):  # it has ended by itself
         os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass  # it has ended by itself
     process.wait()
 
 
 def run_ranks(
     setting: Setting, module: str, argument: str, log: Path, *, ranks: int, nodes: int = 0, role: str = "tested"
 ) -> None:
-    """`python -m MODULE ARGUMENT` on so many ranks, to their end. Raises Failed if one fails."""
+    """`python -m MODULE ARGUMENT` on so many ranks, to their end. Raises CheckError if one fails."""
     if nodes:
         _run_on_nodes(setting, module, argument, log, ranks=ranks, nodes=nodes, role=role)
         return
@@ -104,7 +103,9 @@ def run_ranks(
     codes = _wait_for_all(started)
     if bad := [rank for rank, code in enumerate(codes) if code]:
         first = bad[0]
-        raise Failed(f"rank {first} of {module} ended with exit code {codes[first]}\n{tail(log.with_suffix(f'.{first}.log'))}")
+        raise CheckError(
+            f"rank {first} of {module} ended with exit code {codes[first]}\n{tail(log.with_suffix(f'.{first}.log'))}"
+        )
 
 
 def _wait_for_all(started: Sequence[subprocess.Popen[bytes]]) -> list[int]:
@@ -134,16 +135,26 @@ def _run_on_nodes(setting: Setting, module: str, argument: str, log: Path, *, ra
     """By srun within the job that this process is in, the ranks on its first nodes."""
     local = -(-ranks // nodes)
     script = _RANK.format(local=local, words=shlex.join([sys.executable, "-m", module, argument]))
-    hosts = hosts_of_job()[:nodes]
-    words = ["srun", f"--nodes={nodes}", f"--ntasks={ranks}", f"--ntasks-per-node={local}", f"--nodelist={','.join(hosts)}"]
-    words += ["--cpu-bind=none", "--overlap", "--kill-on-bad-exit=1", "bash", "-c", script]
-    environment = setting.environment(role) | {"MASTER_ADDR": address_of(hosts[0]), "MASTER_PORT": str(_free_port())}
+    place = {"MASTER_ADDR": address_of(hosts_of_job()[0]), "MASTER_PORT": str(_free_port())}
     with log.open("a") as output:
         code = subprocess.run(
-            words, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=output, check=False
+            srun(nodes, script, tasks=ranks),
+            env=setting.environment(role) | place,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            check=False,
         ).returncode
     if code:
-        raise Failed(f"srun of {module} on {nodes} nodes ended with exit code {code}\n{tail(log)}")
+        raise CheckError(f"srun of {module} on {nodes} nodes ended with exit code {code}\n{tail(log)}")
+
+
+def srun(nodes: int, script: str, *, tasks: int, hosts: Sequence[str] = ()) -> list[str]:
+    """The command that runs a script of bash in so many tasks on these nodes of the job, by default its first ones."""
+    chosen = hosts or hosts_of_job()[:nodes]
+    words = [f"--nodes={nodes}", f"--ntasks={tasks}", f"--ntasks-per-node={-(-tasks // nodes)}"]
+    words += [f"--nodelist={','.join(chosen)}", "--cpu-bind=none", "--overlap", "--no-kill", "--kill-on-bad-exit=0"]
+    return ["srun", *words, "bash", "-c", script]
 
 
 def hosts_of_job() -> list[str]:

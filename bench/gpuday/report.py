@@ -49,7 +49,7 @@ def write_report(
 
 
 def measured(checks: Sequence[Check], results: State) -> dict[str, float]:
-    """The figures that documents quote, by the key of their mark. A check that has failed is quoted, too, if it has measured."""
+    """The figures that documents quote, by the key of their mark. One that has failed is quoted, too, if it has measured."""
     found = {}
     for check in checks:
         figures = results[check.name]["figures"]
@@ -65,11 +65,7 @@ def _lines(
 ) -> list[str]:
     counts = {status: sum(each["status"] == status for each in results.values()) for status in ("passed", "failed", "left out")}
     title = f"# {'Rehearsal on the CPU' if rehearsed else hardware['device']}, {today}"
-    rows = [
-        f"| {check.name} | {results[check.name]['status']} | {results[check.name]['seconds']:.0f} | {_figures(results[check.name])} |"
-        f" {'; '.join(map(str, check.bounds))} |"
-        for check in checks
-    ]
+    rows = [_row(check, results[check.name]) for check in checks]
     facts = [f"| {name} | {_short(hardware[name])} |" for name in _FACTS if hardware.get(name) is not None]
     failures = [
         line
@@ -93,6 +89,11 @@ def _lines(
         *(["", "## What failed"] if failures else []),
         *failures,
     ]
+
+
+def _row(check: Check, result: Mapping[str, object]) -> str:
+    cells = (check.name, result["status"], f"{result['seconds']:.0f}", _figures(result), "; ".join(map(str, check.bounds)))
+    return f"| {' | '.join(map(str, cells))} |"
 
 
 def _problems(result: Mapping[str, object]) -> list[object]:

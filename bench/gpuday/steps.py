@@ -103,9 +103,8 @@ def staged(order: Order, closing: ExitStack) -> Stage:
         weights=weights,
     )
     torch.manual_seed(0)
-    rows = {
-        name: torch.randn(row.shape).to(row.dtype) if row.is_floating_point() else row for name, row in stage._example().items()
-    }
+    examples = stage._example()
+    rows = {name: torch.randn(row.shape).to(row.dtype) if row.is_floating_point() else row for name, row in examples.items()}
     latents = torch.randn(1, *family.latent_shape(bucket.width, bucket.height)) if family.cacheable else None
     texts = ExampleTexts({name: row.to("cpu") for name, row in rows.items()}) if family.cacheable else None
     stage.samples = Samples(config=config, bucket=bucket, world=parallel.world, latents=latents, texts=texts)
@@ -169,7 +168,8 @@ def bare(stage: Stage, order: Order, memory: _Memory) -> Measured:
     noises = DDPMScheduler(beta_schedule="scaled_linear", beta_start=0.00085, beta_end=0.012)  # type: ignore[no-untyped-call]
     micro = stage.samples.batch().micro[0]
     latents, texts = micro.latents, micro.conditioning
-    assert latents is not None and texts is not None, "a family that caches both"
+    assert latents is not None
+    assert texts is not None
     count, device = len(latents), accelerator.device
     height, width = stage.bucket.height, stage.bucket.width
     sizes = torch.tensor([[height, width, 0, 0, height, width]], device=device, dtype=torch.float32).repeat(count, 1)
