@@ -47,9 +47,11 @@ def steps(check: Check, setting: Setting, folder: Path) -> Figures:
 
 
 def furthest(mine: Sequence[float], other: Sequence[float]) -> float:
-    """The largest relative difference of two series; NaN if they are not as long, or empty."""
+    """The largest relative difference of two series; infinite if a number is not finite, NaN if their lengths differ or are 0."""
     if len(mine) != len(other) or not mine:
         return math.nan
+    if not all(map(math.isfinite, (*mine, *other))):
+        return math.inf
     return max(abs(one - two) / max(abs(two), 1e-12) if one != two else 0.0 for one, two in zip(mine, other, strict=True))
 
 
@@ -240,7 +242,8 @@ def losses(run: RunDirectory) -> dict[int, float]:
     found = {}
     for event in run.events():
         if event.kind == "step" and event.step is not None:
-            found[event.step] = event.number("loss") or math.nan
+            loss = event.number("loss")
+            found[event.step] = math.nan if loss is None else loss
     return found
 
 

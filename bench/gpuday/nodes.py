@@ -46,8 +46,8 @@ def nodes_elastic(check: Check, setting: Setting, folder: Path) -> Figures:
         wait(lambda: _resumed(run, began) is not None, "a step of the other node", process, log)
         first = _resumed(run, began) or 0
         wait(lambda: last(run, "step") >= first + 3, "three more steps", process, log)
-        running = [event for event in run.events() if event.kind == "state" and event.text("state") == "running"]
-        ranks = running[-1].number("world_size") or math.nan
+        begun = [event for event in run.events() if event.kind == "state" and event.text("state") == "starting"]
+        ranks = begun[-1].number("world_size") or math.nan
         run.request("stop")
         process.wait(120)
     finally:

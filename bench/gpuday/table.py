@@ -10,7 +10,6 @@ LORA = ("--model_type=lora", "--lora_rank=16")
 RECOMPUTED = ("--gradient_checkpointing",)
 COMPILED = ("--dynamo_backend=inductor",)
 SHARDED = ("--fsdp_enable",)
-OFFLOADED = (*SHARDED, "--fsdp_activation_checkpointing", "--fsdp_cpu_offload")
 MATH = ("--sdpa_backend=math",)
 
 
@@ -65,7 +64,6 @@ def _published(
     reference: Work | None = None,
     plan: bool = True,
     bare: bool = False,
-    gpus: int = 1,
     **marks: str,
 ) -> Check:
     return Check(
@@ -73,7 +71,6 @@ def _published(
         what=what,
         minutes=minutes,
         memory=memory,
-        gpus=gpus,
         work=work,
         reference=reference,
         plan=plan,

@@ -1,5 +1,6 @@
 """The day of a GPU in a process whose children are forked: what its checks compute, without the time of the imports."""
 
+import ctypes
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -7,7 +8,6 @@ from contextlib import redirect_stdout
 from io import StringIO
 from pathlib import Path
 
-from smalti_testing.nvml import FakeNvml
 from support.nodes import forked_commands
 
 ROOT = Path(__file__).parents[2]
@@ -28,10 +28,10 @@ _begun: list[bool] = []
 def day(words: Sequence[str], variables: Mapping[str, str], nvml: Path) -> tuple[int, str]:
     """`python -m gpuday --rehearse WORDS` with these variables: the exit code and what was printed.
 
-    `nvml` is the folder of a driver that `FakeNvml` has made.
+    `nvml` is the folder in which `FakeNvml` has made a driver.
     """
     if not _begun:
-        FakeNvml(nvml).load()  # before anything asks a driver: where the library lies counts only when a process starts
+        ctypes.CDLL(str(nvml / "libnvidia-ml.so.1"))  # where it lies would count only when a process starts
         forked_commands.FORKED |= {"gpuday", "smalti_plan"}
         forked_commands.start_children_from_fork()
         _begun.append(True)

@@ -76,18 +76,15 @@ def day(process, tmp_path_factory):
     return run
 
 
-@pytest.fixture(scope="module")
-def spoilt(day):
-    """All checks, each with its fault."""
-    kinds = {check.name: FAULTS.get(check.name, ("loss", ""))[0] for check in POSSIBLE}
-    return day(spoil=",".join(f"{name}={kind}" for name, kind in kinds.items() if kind), gpu="recovery.0 1")
-
-
 @pytest.mark.parametrize("name", [check.name for check in POSSIBLE])
-def test_a_planted_fault_is_reported(spoilt, name):
-    _, output, results = spoilt
-    problems, figure = results[name]["problems"], FAULTS.get(name, ("", "loss_difference"))[1]
-    assert results[name]["status"] == "failed", output
+def test_a_planted_fault_is_reported(day, name):
+    kind, figure = FAULTS.get(name, ("loss", "loss_difference"))
+    code, output, results = day("--only", name, spoil=f"{name}={kind}", gpu="recovery.0 1")
+    problems = results[name]["problems"]
+    assert (code, results[name]["status"]) == (1, "failed"), output
+    report = Path(output.splitlines()[-1]).read_text()
+    assert f"| {name} | failed |" in report
+    assert problems[0] in report
     if not figure:
         assert "ended with exit code 3" in problems[0]
         return
@@ -96,17 +93,9 @@ def test_a_planted_fault_is_reported(spoilt, name):
     assert told <= {figure, "gradient_difference", "peak_of_plan"}, problems  # what the same fault shows, too
 
 
-def test_a_day_with_a_failure_ends_with_1_and_has_a_report(spoilt):
-    code, output, _ = spoilt
-    text = Path(output.splitlines()[-1]).read_text()
-    assert code == 1
-    assert "| health | failed |" in text
-    assert "## What failed" in text
-
-
 @pytest.fixture(scope="module")
-def whole(spoilt, day):
-    """Some of each kind made again, without faults."""
+def whole(day):
+    """Some of each kind, without faults; those that have failed before are made again."""
     return day("--again", "--only", *LIGHT)
 
 
