@@ -19,7 +19,7 @@ class Bound:
     """What a figure has to be. With `device`, only devices with this word in their name are held to it.
 
     `unit` "times" is a ratio of two times, "s" are seconds, "share" is one of a device's peak. A rehearsal, whose models are
-    tiny and whose device is the CPU, takes times less exactly, and shares not at all.
+    tiny and whose device is the CPU, takes times less exactly, and shares and speeds not at all.
     """
 
     figure: str
@@ -48,6 +48,8 @@ class Bound:
             most, least = most and most * SLACK, least and least / SLACK
         elif rehearsed and self.unit == "s":
             most = TINY_SECONDS
+        elif rehearsed and self.unit == "GB/s":
+            least = None
         if most is not None and found > most:
             return f"{self.figure} is {found:.6g}, and may be {most:g} at most"
         if least is not None and found < least:
@@ -78,9 +80,9 @@ class Check:
     """One row of the table.
 
     `measure` names the function of `gpuday.measures` that makes the figures. `minutes` are expected on an H100. Needs: `gpus`,
-    `memory` of each in GiB, a Python `package`, and `nodes` of a cluster. `reference` is what the work is compared with; `plan`
-    compares its memory with what `smalti plan` says, `bare` its steps with the loop of diffusers' example. `marks` are the
-    figures that documents quote, by the key of the mark (`gpuday.documents`).
+    `memory` of each in GiB, a Python `package`, and `nodes` of a cluster; with `only_cuda` it cannot be rehearsed. `reference`
+    is what the work is compared with; `plan` compares its memory with what `smalti plan` says, `bare` its steps with the loop
+    of diffusers' example. `marks` are the figures that documents quote, by the key of the mark (`gpuday.documents`).
     """
 
     name: str
@@ -92,6 +94,7 @@ class Check:
     memory: float = 0
     package: str = ""
     nodes: int = 0
+    only_cuda: bool = False
     work: Work | None = None
     reference: Work | None = None
     plan: bool = False

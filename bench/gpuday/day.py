@@ -124,6 +124,8 @@ def lacking(check: Check, setting: Setting) -> str:
     gpus, memory, nodes = (float(str(hardware.get(name, 0))) for name in ("gpus", "memory", "nodes"))
     if check.package and find_spec(check.package) is None:
         return f"needs the package {check.package}"
+    if setting.rehearsed and check.only_cuda:
+        return "needs a CUDA device"
     if setting.rehearsed and not check.nodes:
         return ""
     if check.nodes > nodes:

@@ -41,7 +41,7 @@ def main(words: Sequence[str]) -> None:
     report = json.loads(Path(words[0]).read_text())
     if report["rehearsed"]:
         raise SystemExit(f"{words[0]} is of a rehearsal: its figures do not belong into documents")
-    for path in map(Path, words[1:] or sorted((ROOT / "docs").rglob("*.md"))):
+    for path in [Path(word) for word in words[1:]] or sorted((ROOT / "docs").rglob("*.md")):
         text = path.read_text()
         if (new := replaced(text, report)) != text:
             path.write_text(new)

@@ -28,7 +28,7 @@ def facts() -> dict[str, object]:
 
 def _driver() -> str | None:
     try:
-        import pynvml
+        import pynvml  # type: ignore[import-untyped]
 
         pynvml.nvmlInit()
         answer = pynvml.nvmlSystemGetDriverVersion()

@@ -47,7 +47,7 @@ def steps(check: Check, setting: Setting, folder: Path) -> Figures:
 
 
 def furthest(mine: Sequence[float], other: Sequence[float]) -> float:
-    """The largest relative difference of two series; infinite if a number is not finite, NaN if their lengths differ or are 0."""
+    """The largest relative difference of two series; infinite if a number is not finite, NaN if lengths differ or are 0."""
     if len(mine) != len(other) or not mine:
         return math.nan
     if not all(map(math.isfinite, (*mine, *other))):
@@ -202,10 +202,9 @@ def lost_rank(check: Check, setting: Setting, folder: Path) -> Figures:
     finally:
         kill(process)
     saved = [event.step or 0 for event in run.events() if event.kind == "checkpoint"]
-    last = max(losses(run))
     return {
         "ended_seconds": seconds,
-        "lost_steps": last - max(saved, default=0),
+        "lost_steps": max(losses(run)) - max(saved, default=0),
         "named": int("rank 1" in tail(log)),
         "exit_code": process.returncode,
     }

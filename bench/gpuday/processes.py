@@ -92,7 +92,7 @@ def run_ranks(
     port = _free_port()
     started = []
     for rank in range(ranks):
-        place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
+        place: dict[str, object] = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
         place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
         environment = setting.environment(role) | {name: str(value) for name, value in place.items()}
         with log.with_suffix(f".{rank}.log").open("a") as output:

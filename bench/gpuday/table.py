@@ -303,6 +303,7 @@ SEVERAL_GPUS = (
             what=f"tokens of each image over two ranks ({name}): losses as in one process",
             minutes=0.7,
             gpus=2,
+            only_cuda=True,
             work=Work(
                 model="flux",
                 words=(*FP32, "--context_parallel_size=2", f"--context_parallel_comm_strategy={name}"),

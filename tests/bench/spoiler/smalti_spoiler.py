@@ -1,9 +1,9 @@
 """A third-party plugin for tests of the day: it plants a fault in what a check tests, and none in what it is compared with.
 
-SPOIL is "CHECK=KIND", or several of them with commas. Of a model that is built: "loss" changes its weights, "slow" lets its
-forward passes wait, "memory" and "huge" hold memory, "break" breaks the graphs of its layers, "hang" never comes back, "exit"
-ends the process. "forget" changes the weights of a run that has resumed. "corrupt" damages checkpoints, "unsaved" fails to
-write them. "sum" adds to sums over ranks.
+SPOIL is "CHECK=KIND", or several of them with commas. Of a model that is built: "loss" changes its weights, "output" what it
+predicts, "slow" lets its forward passes wait, "memory" and "huge" hold memory, "break" breaks graphs of attention, "hang" never
+comes back, "exit" ends the process. "forget" changes the weights of a run that has resumed. "corrupt" damages checkpoints,
+"unsaved" fails to write them. "sum" adds to sums over ranks.
 """
 
 import os
@@ -41,13 +41,15 @@ class Spoiler:
         self.model = model
         if self.kind == "loss":
             self.change_weights()
+        elif self.kind == "output":
+            model.register_forward_hook(lambda module, given, output: output + 0.1)
         elif self.kind == "slow":
             model.register_forward_hook(self.wait)
         elif self.kind in ("memory", "huge"):
             self.held = torch.empty((64 if self.kind == "memory" else 14 * 1024) * MIB, dtype=torch.uint8)
         elif self.kind == "break":
-            for module in model.modules():
-                if isinstance(module, torch.nn.Linear):
+            for name, module in model.named_modules():
+                if "to_q" in name and isinstance(module, torch.nn.Linear):
                     module.register_forward_hook(lambda *_: torch._dynamo.graph_break())
         elif self.kind == "hang":
             time.sleep(1e6)
