@@ -21,8 +21,6 @@ from smalti.rundir import RunDirectory
 
 LAST_STEP = 100
 """Of runs that are killed."""
-_PARTS = ("parameters", "gradients", "optimizer", "ema", "activations", "gathered", "temporaries")
-_PHASES = ("forward", "backward", "clip", "step", "between")
 
 
 def steps(check: Check, setting: Setting, folder: Path) -> Figures:
@@ -89,28 +87,12 @@ def made_model(work: Work, setting: Setting, folder: Path) -> None:
 
 
 def _planned(work: Work, setting: Setting, folder: Path) -> float:
-    """The peak of a step by `smalti plan --rehearse`, in bytes, without allowances."""
+    """The peak of a step in bytes, as a rehearsal of `smalti plan` counts it."""
     words = words_of(work, setting.models, folder / "planned", rehearsed=setting.rehearsed)
-    own = [f"--gpus={work.ranks}", *(["--gpu=cpu"] if setting.rehearsed else [])]
-    own += [f"--nodes-of={work.ranks // work.nodes}"] if work.nodes else []
-    words = [word for word in words if not word.startswith("--num_machines=")]
-    process = subprocess.run(
-        [sys.executable, "-m", "smalti", "plan", "--rehearse", "--json", *own, *words],
-        env=setting.environment("reference"),
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    if process.returncode not in (0, 3):  # 3: it does not fit
-        raise CheckError(f"smalti plan ended with exit code {process.returncode}\n{process.stderr[-3000:]}")
-    own_way = json.loads(process.stdout)["configured"]
-    if own_way is None:
-        raise CheckError("smalti plan knows no such way to train on this device")
-    if own_way["error"] or own_way["counted_by"] == "formula":
-        raise CheckError(f"smalti plan has rehearsed nothing: {own_way['error'] or own_way['notes']}")
-    phases = (own_way["phases"][name] for name in _PHASES if name in own_way["phases"])
-    return float(max(sum(phase[part] for part in _PARTS) for phase in phases))
+    result = folder / "planned.json"
+    argument = json.dumps({"words": words, "result": str(result), "rehearsed": setting.rehearsed})
+    checked(setting, ("gpuday.planned", argument), folder / "planned.log", role="reference")
+    return float(_loaded(result)["peak"])
 
 
 def collectives(check: Check, setting: Setting, folder: Path) -> Figures:

@@ -17,7 +17,7 @@ TOY = {False: (256, 8, 4), True: (32, 2, 2)}
 """Width, depth and heads: on a device, and in a rehearsal."""
 ON_CPUS = {
     "--mixed_precision=bf16": "--mixed_precision=no",
-    "--dynamo_backend=inductor": "--dynamo_backend=aot_eager",
+    "--dynamo_backend=inductor": "--dynamo_backend=eager",
     "--sdpa_backend=efficient": "--sdpa_backend=flash",
     "--sdpa_backend=cudnn": "--sdpa_backend=flash",
 }
