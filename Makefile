@@ -1,5 +1,5 @@
 # make demo · make demo-flux · make quick · make test · make test-cuda-wheel · make check · make fix · make docs
-# make torture · make bench · make clean
+# make torture · make bench · make gpu-day · make clean
 
 PYTHON ?= python3.11
 VENV := .venv
@@ -18,7 +18,7 @@ TEST_ENV := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= HF_HOME="$(CURDIR)/$(VENV
 	CPATH="$(LIBAIO)/include$${CPATH:+:$$CPATH}" LIBRARY_PATH="$(LIBAIO)/lib$${LIBRARY_PATH:+:$$LIBRARY_PATH}" \
 	LD_LIBRARY_PATH="$(LIBAIO)/lib$${LD_LIBRARY_PATH:+:$$LD_LIBRARY_PATH}"
 
-.PHONY: demo demo-flux quick test test-cuda-wheel check lint fix docs torture bench clean
+.PHONY: demo demo-flux quick test test-cuda-wheel check lint fix docs torture bench gpu-day clean
 
 demo: $(VENV)/demo.done
 	$(BIN)/python examples/emoji/prepare.py demo/faces
@@ -65,7 +65,7 @@ check: lint
 lint: $(VENV)/dev.done
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
-	MYPYPATH=$(subst $(EMPTY) $(EMPTY),:,$(SOURCES) bench) $(BIN)/mypy $(patsubst bench/%.py,-m %,$(wildcard bench/*.py)) $(PACKAGES:%=-p %)
+	MYPYPATH=$(subst $(EMPTY) $(EMPTY),:,$(SOURCES) bench) $(BIN)/mypy $(patsubst bench/%.py,-m %,$(wildcard bench/*.py)) $(PACKAGES:%=-p %) -p gpuday
 
 fix: $(VENV)/dev.done
 	$(BIN)/ruff check --fix .
@@ -82,6 +82,13 @@ torture: $(VENV)/dev.done
 
 bench: $(VENV)/dev.done
 	$(BIN)/python bench/run.py $(ARGS)
+
+# What waits for a GPU, the most valuable first, within so many minutes; see bench/gpu.md.
+# Without a GPU: make gpu-day GPU_PYTHON=.venv/bin/python ARGS=--rehearse
+MINUTES ?= 30
+GPU_PYTHON ?= .venv-cuda/$(firstword $(CUDA_TORCH))/bin/python
+gpu-day: $(filter .venv-cuda/%,$(GPU_PYTHON:%/bin/python=%/done))
+	PYTHONPATH=bench $(GPU_PYTHON) -m gpuday --minutes=$(MINUTES) $(ARGS)
 
 # Checkpoints and images of the demo belong to the user; only what was built is removed.
 clean:
