@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import shlex
 import subprocess
 import sys
@@ -46,8 +45,6 @@ def nodes_elastic(check: Check, setting: Setting, folder: Path) -> Figures:
         wait(lambda: _resumed(run, began) is not None, "a step of the other node", process, log)
         first = _resumed(run, began) or 0
         wait(lambda: last(run, "step") >= first + 3, "three more steps", process, log)
-        begun = [event for event in run.events() if event.kind == "state" and event.text("state") == "starting"]
-        ranks = begun[-1].number("world_size") or math.nan
         run.request("stop")
         process.wait(120)
     finally:
@@ -56,7 +53,7 @@ def nodes_elastic(check: Check, setting: Setting, folder: Path) -> Figures:
     return {
         "lost_steps": max(0, lost + 1 - first),
         "steps_after": max(found) - first,
-        "nodes_after": ranks / setting.per_node,
+        "ended": run.status().exit_code,
     }
 
 

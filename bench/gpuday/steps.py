@@ -124,7 +124,7 @@ def steps(stage: Stage, order: Order, memory: _Memory) -> Measured:
     run, batch = stage.run, stage.samples.batch()
     run.model.train()
     if not run.family.cacheable:
-        pixels = torch.randn(stage.config.value("train_batch_size"), 3, stage.bucket.height, stage.bucket.width)
+        pixels = torch.randn(len(batch.micro[0].captions), 3, stage.bucket.height, stage.bucket.width)
         micro = [replace(each, pixels=pixels.to(stage.device)) for each in batch.micro]
         batch = replace(batch, micro=tuple(micro))
     results = []
@@ -165,7 +165,7 @@ def bare(stage: Stage, order: Order, memory: _Memory) -> Measured:
     model.load_state_dict({name: weights.get(name).clone() for name in weights.names()})
     optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     model, optimizer = accelerator.prepare(model.train(), optimizer)
-    noises = DDPMScheduler(beta_schedule="scaled_linear", beta_start=0.00085, beta_end=0.012)  # type: ignore[no-untyped-call]
+    noises: Any = DDPMScheduler(beta_schedule="scaled_linear", beta_start=0.00085, beta_end=0.012)  # type: ignore[no-untyped-call]
     micro = stage.samples.batch().micro[0]
     latents, texts = micro.latents, micro.conditioning
     assert latents is not None
