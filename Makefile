@@ -1,4 +1,4 @@
-# make demo · make demo-flux · make test · make test-cuda-wheel · make check · make fix · make torture · make bench · make clean
+# make demo · make demo-flux · make test · make test-cuda-wheel · make check · make fix · make torture · make bench · make version VERSION=0.3.0 · make clean
 
 PYTHON ?= python3.11
 VENV := .venv
@@ -17,7 +17,7 @@ TEST_ENV := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= HF_HOME="$(CURDIR)/$(VENV
 	CPATH="$(LIBAIO)/include$${CPATH:+:$$CPATH}" LIBRARY_PATH="$(LIBAIO)/lib$${LIBRARY_PATH:+:$$LIBRARY_PATH}" \
 	LD_LIBRARY_PATH="$(LIBAIO)/lib$${LD_LIBRARY_PATH:+:$$LD_LIBRARY_PATH}"
 
-.PHONY: demo demo-flux test test-cuda-wheel check lint fix torture bench clean
+.PHONY: demo demo-flux test test-cuda-wheel check lint fix torture bench version clean
 
 demo: $(VENV)/demo.done
 	$(BIN)/python examples/emoji/prepare.py demo/faces
@@ -72,6 +72,10 @@ torture: $(VENV)/dev.done
 
 bench: $(VENV)/dev.done
 	$(BIN)/python bench/run.py $(ARGS)
+
+# All packages have one version, which stands in many files.
+version:
+	$(PYTHON) tests/support/version.py $(VERSION)
 
 # Checkpoints and images of the demo belong to the user; only what was built is removed.
 clean:
