@@ -1,4 +1,4 @@
-# make demo · make demo-flux · make test · make test-cuda-wheel · make check · make fix · make torture · make bench · make version VERSION=0.3.0 · make clean
+# make demo · make demo-flux · make test · make test-cuda-wheel · make check · make fix · make torture · make bench · make dist · make version VERSION=0.3.0 · make clean
 
 PYTHON ?= python3.11
 VENV := .venv
@@ -17,7 +17,7 @@ TEST_ENV := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= HF_HOME="$(CURDIR)/$(VENV
 	CPATH="$(LIBAIO)/include$${CPATH:+:$$CPATH}" LIBRARY_PATH="$(LIBAIO)/lib$${LIBRARY_PATH:+:$$LIBRARY_PATH}" \
 	LD_LIBRARY_PATH="$(LIBAIO)/lib$${LD_LIBRARY_PATH:+:$$LD_LIBRARY_PATH}"
 
-.PHONY: demo demo-flux test test-cuda-wheel check lint fix torture bench version clean
+.PHONY: demo demo-flux test test-cuda-wheel check lint fix torture bench dist version clean
 
 demo: $(VENV)/demo.done
 	$(BIN)/python examples/emoji/prepare.py demo/faces
@@ -73,13 +73,23 @@ torture: $(VENV)/dev.done
 bench: $(VENV)/dev.done
 	$(BIN)/python bench/run.py $(ARGS)
 
+# Wheels and sdists of the last commit, built twice, installed into empty environments and tried: ARGS="--build-only", or
+# ARGS="--address=URL" with the address of the repository.
+dist: .venv-dist/tools/done
+	.venv-dist/tools/bin/python tests/support/distributions.py $(ARGS)
+
+.venv-dist/tools/done: constraints.txt
+	$(PYTHON) -m venv .venv-dist/tools
+	.venv-dist/tools/bin/python -m pip install --quiet --quiet --disable-pip-version-check -c constraints.txt hatchling twine uv
+	touch $@
+
 # All packages have one version, which stands in many files.
 version:
 	$(PYTHON) tests/support/version.py $(VERSION)
 
 # Checkpoints and images of the demo belong to the user; only what was built is removed.
 clean:
-	rm -rf $(VENV) .venv-cuda .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-cuda .venv-dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -not -path './.git/*' -prune -exec rm -rf {} +
 
 $(BIN)/python:
