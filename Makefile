@@ -85,7 +85,7 @@ dist: .venv-dist/tools/done
 
 # All packages have one version, which stands in many files.
 version:
-	$(PYTHON) tests/support/version.py $(VERSION)
+	@$(PYTHON) tests/support/version.py $(VERSION)
 
 # Checkpoints and images of the demo belong to the user; only what was built is removed.
 clean:

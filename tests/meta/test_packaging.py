@@ -67,7 +67,7 @@ def test_every_dependency_has_bounds_that_are_the_same_everywhere_and_hold_what_
 def test_a_new_version_reaches_every_file_that_states_one_or_bounds():
     assert version.rewritten(version.current()) == {}
     texts = version.rewritten("7.65.4")
-    assert {*PROJECTS.values(), ROOT / "core/src/smalti/__init__.py", ROOT / "docs/writing-a-plugin.md"} <= {*texts}
+    assert {*PROJECTS.values(), ROOT / "core/src/smalti/__init__.py", ROOT / "CITATION.cff"} <= {*texts}
     stale = re.compile(rf"smalti[^\n]*{re.escape(version.bounds(version.current()))}|ersion(__)? = \"{version.current()}")
     assert [str(path) for path, text in texts.items() if stale.search(text)] == []
     needs = [Requirement(each) for each in tomllib.loads(texts[PROJECTS["webui"]])["project"]["dependencies"]]
@@ -75,7 +75,7 @@ def test_a_new_version_reaches_every_file_that_states_one_or_bounds():
 
 
 def test_a_version_of_other_than_three_numbers_is_refused():
-    for wrong in ("", "0.3", "0.3.0rc1", "v0.3.0"):
+    for wrong in ("0.3", "0.3.0rc1", "v0.3.0"):
         with pytest.raises(SystemExit, match="fix: make version"):
             version.main(wrong)
 

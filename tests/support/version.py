@@ -11,7 +11,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 VERSION = re.compile(r'(?m)^((?:__version__ = |version = |version: )"?)\d+\.\d+\.\d+("?)$')
 BOUNDS = re.compile(r"\b(smalti(?:-[a-z0-9-]+)?(?:\[[a-z0-9,]+\])?)>=\d+\.\d+,<\d+\.\d+")
-STATING = ("core/pyproject.toml", "core/src/smalti/__init__.py", "plugins/*/pyproject.toml")
+STATING = ("core/pyproject.toml", "core/src/smalti/__init__.py", "plugins/*/pyproject.toml", "CITATION.cff")
 """Files that state the version."""
 TELLING = ("docs/**/*.md", "plugins/testing/**/*.py", "plugins/testing/**/METADATA")
 """Files with bounds for plugins of others."""
@@ -44,7 +44,10 @@ def rewritten(version: str, root: Path = ROOT) -> dict[Path, str]:
 
 
 def main(version: str) -> None:
-    """Write the version into all files. Exits if it is no version of three numbers."""
+    """Write the version into all files, or print it if none is given. Exits if it is no version of three numbers."""
+    if not version:
+        print(current())
+        return
     if not re.fullmatch(r"\d+\.\d+\.\d+", version):
         sys.exit(f"{version!r} is no version of three numbers\n  fix: make version VERSION=0.3.0")
     for path, text in rewritten(version).items():
