@@ -40,8 +40,8 @@ def test_a_rank_that_hangs_is_named_and_ended_after_the_state_was_saved(tmp_path
 
 def test_a_hang_is_reported_with_stacks_and_the_rank_that_is_awaited_long_before_the_run_ends(tmp_path, start):
     options = {**ENDLESS, "num_processes": 2, "checkpoint_step_interval": 0}
-    run = start(tmp_path / "run", **options, phase_deadlines=["training=6", "first_step=20"], on_hang="stop")
-    run.wait_for_step(8)
+    run = start(tmp_path / "run", **options, phase_deadlines=["training=6"], on_hang="stop")
+    run.wait_for_step(1)
     stopped = run.workers()[1]
     stopped.send_signal(signal.SIGSTOP)
     code, output = run.wait()
@@ -63,7 +63,7 @@ def test_a_hang_is_reported_with_stacks_and_the_rank_that_is_awaited_long_before
 def test_a_plugin_whose_hook_does_not_come_back_is_named(tmp_path, launch, kind, how, saver):
     """On one of two ranks: a collective call of its own, which meets one of the loop's, and one that waits for ever."""
     options = {**ENDLESS, "num_processes": 2, "max_train_steps": 8, "process_group_timeout": 5}
-    run = launch(tmp_path / "run", **options, phase_deadlines="first_step=5", spoil=f"{kind}:0:3")
+    run = launch(tmp_path / "run", **options, phase_deadlines=["training=5", "first_step=5"], spoil=f"{kind}:0:3")
     last = run.output[run.output.index("ended with exit code 9: ") :]
     assert how in last
     blame = "  rank 0 did not return from hook 'on_step_end' of plugin 'probe' (smalti-probe 1.0)"
@@ -74,7 +74,7 @@ def test_a_plugin_whose_hook_does_not_come_back_is_named(tmp_path, launch, kind,
 
 @pytest.mark.parametrize(
     "limits",
-    [{"phase_deadlines": ["first_step=5"]}, {"phase_deadlines": ["paused=5"], "grace_seconds": 8}],
+    [{"phase_deadlines": ["training=5"]}, {"phase_deadlines": ["paused=5"], "grace_seconds": 8}],
     ids=["hang", "grace"],
 )
 def test_a_stop_while_a_rank_hangs_saves_from_another_one(tmp_path, start, limits):
@@ -98,7 +98,7 @@ def test_a_stop_while_a_rank_hangs_saves_from_another_one(tmp_path, start, limit
 @pytest.mark.parametrize("kind", ["sleep", "hang"])
 def test_a_stop_while_a_hook_of_a_single_process_hangs_ends_it(tmp_path, start, kind):
     """With a checkpoint, unless it hangs in a library that minds no signal."""
-    options = {**ENDLESS, "checkpoint_step_interval": 0, "phase_deadlines": ["first_step=5"]}
+    options = {**ENDLESS, "checkpoint_step_interval": 0, "phase_deadlines": ["training=5"]}
     run = start(tmp_path / "run", **options, probe=True, variables={"PROBE_SPOIL": f"{kind}:0:3"})
     run.wait_for_step(2)
     events = tmp_path / "run" / "events.jsonl"

@@ -36,6 +36,10 @@ def test_the_page_is_up_to_date(root):
     assert (root / "docs" / "protocols.md").read_text() == page(), "smalti plugin reference > docs/protocols.md"
 
 
+def test_the_page_has_no_private_names(root):
+    assert re.findall(r"(?<![\w.])_[A-Za-z]\w+", (root / "docs" / "protocols.md").read_text()) == []
+
+
 def test_every_protocol_of_the_core_is_on_the_page_or_the_cores_own(root):
     found = {name for path in (root / "core" / "src").rglob("*.py") for name in protocols(path)}
     shown = {address.partition(":")[2] for address in ADDRESSES}

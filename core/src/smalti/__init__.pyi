@@ -12,7 +12,6 @@ from .errors import (
     CheckpointError as CheckpointError,
     ConfigError as ConfigError,
     ExitCode as ExitCode,
-    FaultLoopError as FaultLoopError,
     InUseError as InUseError,
     InvalidOptionError as InvalidOptionError,
     MissingPlugin as MissingPlugin,

@@ -116,7 +116,9 @@ class Problem:
         return {"message": self.message, "fix": self.fix, "where": self.where, "option": self.option}
 
     def __str__(self) -> str:
-        head = f"{self.where}: {self.message}" if self.where else self.message
+        named = self.where.lstrip("-").startswith(self.option)  # then the message need not begin with the name
+        message = self.message.removeprefix(f"{self.option} ") if named else self.message
+        head = f"{self.where}: {message}" if self.where else message
         return f"{head}\n    fix: {self.fix}" if self.fix else head
 
 
@@ -172,12 +174,6 @@ class MissingPlugin(UserError):  # noqa: N818 - names what is the matter, as Use
     """What was asked for lives in a package that is not installed."""
 
     exit_code = ExitCode.MISSING_PLUGIN
-
-
-class FaultLoopError(UserError):
-    """The run has ended with the same fault on this host again and again."""
-
-    exit_code = ExitCode.FAULT_LOOP
 
 
 class BrokenPlugin(UserError):  # noqa: N818

@@ -178,10 +178,11 @@ class Timed(GlooCommunicator):
         return answers
 
 
-def open_on_a_node(root: Path, node: Path) -> tuple[int, float, int]:
+def open_on_a_node(root: Path, node: Path, least: int) -> tuple[int, float, int]:
     """Requests of this rank, the longest collective call in seconds, and how many entries this rank has found."""
     smalti_cache.directory.IN_MEMORY = 10
     smalti_cache.rounds._SECONDS = 0.2
+    smalti_cache.index_files.LEAST = least
     rank = dist.get_rank()
     communicator = Timed(world=World(rank=rank, size=2, local_rank=rank, local_size=2), group=dist.group.WORLD)
     place = CachePlace(folder=root)
@@ -193,11 +194,13 @@ def open_on_a_node(root: Path, node: Path) -> tuple[int, float, int]:
     return storage.requests, communicator.longest, len(store)
 
 
-def test_one_rank_of_a_node_reads_and_the_others_do_not_wait_for_it_in_one_call(tmp_path):
+@pytest.mark.parametrize(("least", "more"), [(1000, 0), (100, 2)])
+def test_one_rank_of_a_node_reads_and_the_others_do_not_wait_for_it_in_one_call(tmp_path, least, more):
+    """Also if it writes an index first, and reads which packs it has, and their entries."""
     (tmp_path / "cache").mkdir()
     fill(tmp_path / "cache", range(3 * 64))
     with forked_processes() as ranks:
-        (requests, _, count), (others, longest, found) = ranks.run(open_on_a_node, tmp_path / "cache", tmp_path / "node")
-    assert (requests, others) == (3 * 64, 0)
+        (requests, _, count), (others, longest, found) = ranks.run(open_on_a_node, tmp_path / "cache", tmp_path / "node", least)
+    assert (requests, others) == (3 * 64 + more, 0)
     assert count == found == 6 * 64
     assert longest < 2  # three headers after each other take 3 s

@@ -7,18 +7,21 @@ from dataclasses import replace
 
 import pytest
 
+from smalti import RunState, StepBoundary, StopReason
 from smalti.config import LaunchOptions, TrainingOptions
-from smalti.errors import ConfigError, ExitCode, FaultLoopError
+from smalti.errors import ConfigError, ExitCode
 from smalti.rundir import RunDirectory, acquire
 from smalti.system import FOLDER_VARIABLE
-from smalti_cluster.elastic import group
-from smalti_cluster.elastic.excluded import EXCLUDED, exclude, refuse_excluded
+from smalti_cluster.elastic import group, waiting as waiting_nodes
+from smalti_cluster.elastic.excluded import EXCLUDED, FaultLoopError, exclude, refuse_excluded
 from smalti_cluster.elastic.group import Group
-from smalti_cluster.elastic.messages import Generation, GroupEnd, Place, read_group_end
+from smalti_cluster.elastic.growth import Growth
+from smalti_cluster.elastic.messages import Generation, GroupEnd, Place, growth, read_group_end
 from smalti_cluster.elastic.policy import decide, fault_of_node
 from smalti_cluster.elastic.rendezvous import LOST_SECONDS, GroupMember, KeepAlives
 from smalti_cluster.elastic.sizes import possible_sizes
-from smalti_cluster.options import ClusterOptions, is_elastic, node_range
+from smalti_cluster.elastic.waiting import SteadyNodes, WaitingNodes
+from smalti_cluster.options import ClusterOptions, is_elastic, node_problems, node_range
 from smalti_health import CircuitFault
 from smalti_health.circuits import open_circuit
 
@@ -77,6 +80,76 @@ def test_options_of_the_range(configure):
     ]
 
 
+def test_a_group_that_was_stopped_to_grow_starts_again_unless_a_signal_came():
+    message = growth(12, [1, 3])
+    assert message == "the group of nodes grows at step 12: node 1, node 3 can take part"
+    assert decide(ExitCode.STOPPED, message, faulty=False, alone=False) == "again"
+    assert decide(ExitCode.PREEMPTED, message, faulty=False, alone=False) == "end"
+    assert decide(ExitCode.STOPPED, "stopped on request at step 12 of 40", faulty=False, alone=False) == "end"
+
+
+def test_a_node_waits_steadily_while_its_file_changes_again_and_again(tmp_path):
+    now = 0.0
+    steady = SteadyNodes(tmp_path, 10.0, lambda: now)
+
+    def look(*changed):
+        nonlocal now
+        now += 5
+        for rank in changed:
+            (tmp_path / f"waiting-{rank}").write_text(f"{now}")
+        return steady.look()
+
+    (tmp_path / "waiting-2").write_text("of an earlier generation")
+    assert [look(1), look(1), look(1), look(1)] == [[], [], [], [1]]
+    assert [look(1), look(), look(), look()] == [[1], [1], [1], [1]]
+    assert look() == []
+    assert [look(1), look(1)] == [[], []], "it was away, and waits anew"
+
+
+def test_a_group_grows_only_if_it_can_use_the_nodes_that_wait(tmp_path, monkeypatch):
+    monkeypatch.setattr("smalti_cluster.elastic.growth._LOOK_SECONDS", 0.02)
+    monkeypatch.setattr("smalti_cluster.elastic.growth._STEADY_SECONDS", 0.0)
+    monkeypatch.setattr("smalti_cluster.elastic.waiting._BEAT_SECONDS", 0.0)
+    waiting = [WaitingNodes(tmp_path / "nodes"), WaitingNodes(tmp_path / "nodes")]
+    place = Place(
+        generation=replace(LAST, used=2), machine_rank=0, name="n", address="a", most=4, seconds=5, directory=f"{tmp_path}",
+        begun=0.0, end="e", sizes=(2, 4), grow_after=1,
+    )  # fmt: skip
+
+    def asks(state, number, seconds):
+        growth = Growth(place, 0)
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline and state.stop_reason is StopReason.NONE:
+            for rank, each in enumerate(waiting[:number], 1):
+                each.show(rank)
+            growth.check(state, StepBoundary(warn=lambda *_: None))
+            time.sleep(0.01)
+        growth.close()
+        return state.stop_reason, state.stop_message
+
+    assert asks(RunState(max_steps=9, step=3), 1, 0.5) == (StopReason.NONE, "")
+    expected = "the group of nodes grows at step 3: node 1, node 2 can take part"
+    assert asks(RunState(max_steps=9, step=3), 2, 10) == (StopReason.REQUESTED, expected)
+    assert asks(RunState(max_steps=3, step=3), 2, 0.5) == (StopReason.NONE, "")
+    for changed, there in ((place, True), (replace(place, grow_after=None), False), (replace(place, sizes=(2,)), False)):
+        monkeypatch.setenv(*next(iter(changed.variables().items())))
+        growth = Growth.of_process()
+        assert (growth is not None) is there
+        if growth is not None:
+            growth.close()
+
+
+def test_growing_needs_a_range(configure):
+    with pytest.raises(ConfigError, match="grow_after is for a range of nodes"):
+        node_problems_of(configure("--nodes=3", "--main_process_ip=h", "--grow_after=30m"))
+    node_problems_of(configure("--nodes=2:3", "--main_process_ip=h", "--grow_after=30m"))
+
+
+def node_problems_of(config):
+    if problems := node_problems(config):
+        raise ConfigError(problems)
+
+
 @pytest.mark.parametrize("code", [code for code in ExitCode if code not in (ExitCode.KILLED, ExitCode.GPU_FAULT)])
 def test_only_losses_and_faults_start_a_group_again(code):
     assert {decide(code, faulty=faulty, alone=alone) for faulty in (True, False) for alone in (True, False)} == {"end"}
@@ -132,6 +205,9 @@ def test_what_launcher_and_agent_pass_on_arrives(tmp_path, monkeypatch):
         directory="d",
         begun=time.time(),
         end="e",
+        late=True,
+        sizes=(2, 4),
+        grow_after=60,
     )
     assert Place.of_process() is None
     monkeypatch.setenv(*next(iter(place.variables().items())))
@@ -150,7 +226,7 @@ def test_what_launcher_and_agent_pass_on_arrives(tmp_path, monkeypatch):
 @pytest.fixture
 def waiting(sizes, configure, tmp_path, monkeypatch):
     """Lets nodes of a group of four, whose host is gone, form the next generation. Each is a launch in a thread."""
-    monkeypatch.setattr(group, "_COUNT_SECONDS", 3.0)
+    monkeypatch.setattr(waiting_nodes, "_COUNT_SECONDS", 3.0)
     flags = {"nodes": "1:4", "main_process_ip": "127.0.0.1", "output_dir": "run", "use_cpu": "true", "num_processes": 4}
 
     def of(machine_ranks, last):

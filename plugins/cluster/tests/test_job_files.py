@@ -254,6 +254,8 @@ def test_directives_say_what_the_job_needs():
     assert {"--exclusive", "--mem=0", "--no-kill", "--nodes=4"} <= set(directives(spares=2))
     assert {"--exclusive", "--mem=500G"} <= set(directives(mem="500G"))
     assert "--mem=0" not in directives(mem="500G")
+    by_gres = directives(directives=["--gres=gpu:8"])
+    assert ("--gres=gpu:8" in by_gres, "--gpus-per-node=8" in by_gres) == (True, False)
 
 
 @pytest.mark.parametrize("options", [{"partition": "a b"}, {"account": "x\n#SBATCH --nice"}, {"directives": ["rm -r"]}])

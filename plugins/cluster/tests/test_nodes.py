@@ -142,6 +142,27 @@ def test_two_nodes_of_one_number_do_not_start(directory, node, together):
     assert "has started with the --machine_rank of this node" in error.message
 
 
+def test_a_second_node_0_ends_with_the_host_that_has_this_number_and_the_first_goes_on_waiting(
+    directory, node, together, monkeypatch, capsys
+):
+    monkeypatch.setattr("smalti_cluster.nodes.nodes._TAKEN_SECONDS", 0.3)
+    first, second = node(0), node(0, "--seed=7")
+    second.refuse_second()  # nobody is node 0
+    with begun(directory, first):
+        first.refuse_second()
+        gathering = together(first.gather)
+        [refused] = ends(together(second.refuse_second))
+        assert isinstance(refused, ConfigError)
+        assert refused.exit_code is ExitCode.USAGE
+        assert refused.problems[0].message.startswith(f"--machine_rank=0 is taken by {first._own.host}, which waits")
+        assert ends([*gathering, *together(node(1).join, node(2).join)]) == [None, None, None]
+        node(0).refuse_second()  # the launch is complete: its directory is in use
+    said = capsys.readouterr().err
+    assert said.count("was started with --machine_rank=0 too") == 1
+    assert second._own.host in said
+    assert not list((directory.path / "nodes").glob("refused-*"))
+
+
 def test_what_an_earlier_launch_has_left_counts_for_nothing(directory, node, together):
     earlier = node(0)
     with begun(directory, earlier):

@@ -1,13 +1,11 @@
 """What schedulers say of a job: lists of nodes, variables, times, and the state of a node."""
 
 import os
-import subprocess
-import sys
 
 import pytest
 from hypothesis import given, strategies as st
 
-from smalti_cluster.schedulers.environment import rank_launcher, scheduled_nodes
+from smalti_cluster.schedulers.environment import scheduled_nodes
 from smalti_cluster.schedulers.hostlist import expand_hostlist
 from smalti_cluster.schedulers.slurm import node_is_leaving, read_time, seconds_left
 
@@ -108,31 +106,6 @@ def test_a_pod_of_an_indexed_job_finds_node_0_behind_a_service_of_the_same_name(
 )
 def test_variables_as_torchrun_has_them(environment, expected):
     assert values(environment) == expected
-
-
-ONE_A_NODE = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "TORCHELASTIC_RUN_ID": "none"}
-
-
-@pytest.mark.parametrize("environment", [{}, STEP, ONE_A_NODE, {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "master-0"}])
-def test_one_process_on_a_node_is_no_rank(environment):
-    assert rank_launcher(environment) is None
-
-
-@pytest.mark.parametrize(
-    ("launcher", "words", "ranks"),
-    [
-        ("torchrun", ["torch.distributed.run", "--nproc-per-node=2"], "2"),
-        ("accelerate launch", ["accelerate.commands.launch", "--cpu", "--num_processes=2"], "N"),
-    ],
-)
-def test_a_launcher_around_the_run_is_refused(tmp_path, launcher, words, ranks):
-    options = ["--model_family=toy", "--data_backend_config=toy", f"--output_dir={tmp_path / 'run'}"]
-    command = [sys.executable, "-m", *words, "-m", "smalti", "train", *options]
-    said = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    assert said.returncode != 0
-    assert f"{launcher} has started this process as a rank, and smalti starts its ranks itself" in said.stderr
-    assert f"smalti train --num_processes={ranks}" in said.stderr
-    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize(

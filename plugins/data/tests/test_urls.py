@@ -3,6 +3,7 @@
 import hashlib
 import io
 import json
+import re
 import socket
 import threading
 from collections import Counter
@@ -20,6 +21,7 @@ from smalti.data.scan.build import build_index
 from smalti.data.storage.protocol import TransientStorageError
 from smalti.errors import ConfigError, UserError
 from smalti.plugins import load_plugins
+from smalti_data.urls import url_list
 from smalti_data.urls.http import Client, FailedError, RefusedError
 from smalti_data.urls.url_list import FAILED, Urls
 from smalti_testing import check_metadata_backend
@@ -266,7 +268,10 @@ def scanned(spec: DatasetSpec, folder: Path) -> tuple[dict[str, tuple[str, ...]]
     return usable, source, [one.reason for one in index.quarantined]
 
 
-def test_a_list_is_downloaded_once_and_what_is_not_there_is_left_out(server: WebServer, tmp_path: Path) -> None:
+def test_a_list_is_downloaded_once_and_what_is_not_there_is_left_out(
+    server: WebServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(url_list, "_REPORT_SECONDS", 0.0)
     server.files |= {"/1.png": picture(1), "/two": picture(2, "JPEG"), "/page.jpg": b"<html>", "/4.webp": picture(4, "WEBP")}
     u = server.url
     (tmp_path / "list.csv").write_text(
@@ -276,6 +281,7 @@ def test_a_list_is_downloaded_once_and_what_is_not_there_is_left_out(server: Web
     usable, source, problems = scanned(spec_of(tmp_path), tmp_path)
     assert usable == {"1": ("one",), "2": ("two",), "4": ("four",)}
     assert problems == []
+    assert re.search(r"5 of 5 images downloaded \(\d failed, 0.00 GB\), about 0 minutes left", caplog.text)
     text = "\n".join(source.notices)
     assert "2 images cannot be downloaded" in text
     for part in ("404 Not Found", "unknown format", "1 rows have the URL of an earlier row", "1 rows have no URL"):

@@ -45,6 +45,11 @@ def test_an_import_goes_to_a_new_file_only(refused, write, tmp_path, capsys):
     (tmp_path / "mine.toml").write_text("mine = 1")
     assert "already exists" in refused("config", "import", path, f"--to={tmp_path / 'mine.toml'}")
     assert (tmp_path / "mine.toml").read_text() == "mine = 1"
+    words = ("import", path, "--model_family=sdxl", f"--to={tmp_path / 'new.toml'}")
+    code, _, told = commands(capsys, "config")(*words)
+    assert code == 0
+    assert "not converted; the reasons are at the end of" in told
+    assert "\n  datasets: these files name no images\n" in told
     code, output, _ = commands(capsys, "config")("import", path, "--json", "--model_family=sdxl")
     found = json.loads(output)
     assert (code, found["values"]["learning_rate"]["value"]) == (0, 1e-4)

@@ -341,9 +341,22 @@ def test_models_that_are_trained_in_another_way_are_refused_by_name(from_file, f
 
 
 @pytest.mark.parametrize("name", ["sine", "cosine_with_restarts"])
-def test_schedules_that_are_not_there_are_refused_with_the_nearest(from_file, name):
+def test_schedules_that_are_not_there_are_refused_with_the_nearest(from_file, configure, name):
     assert "the nearest one is cosine" in problems(from_file, {"lr_scheduler": name})
+    told = problems(configure, f"--lr_scheduler={name}")
+    assert told.count("fix:") == 1, "one mistake is one problem"
+    assert "fix: set lr_scheduler to cosine" in told
     assert from_file({"lr_scheduler": "cosine_with_warmup"}).value("lr_scheduler") == "cosine"
+
+
+def test_prompts_that_simpletuner_brings_are_left_out_with_a_note(from_file, configure):
+    found = from_file({**MARKS, "validation_prompt_library": True, "user_prompt_library": "prompts.json"})
+    assert str(found.value("validation_prompt_library")) == "prompts.json"
+    found = from_file({**MARKS, "validation_prompt_library": "true"})
+    assert found.value("validation_prompt_library") is None
+    assert any("smalti brings no prompts of its own" in notice for notice in found.notices)
+    assert configure("--validation_prompt_library=true").value("validation_prompt_library") is None
+    assert not any("no prompts of its own" in note for note in from_file({"validation_prompt_library": False}).notices)
 
 
 def test_a_resumed_run_says_that_its_defaults_are_those_of_simpletuner(from_file, tmp_path):

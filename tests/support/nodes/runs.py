@@ -60,6 +60,7 @@ class Run:
             address = cluster.address(nodes[0])
             launch |= {"num_machines": len(nodes), "main_process_ip": address, "main_process_port": PORT}
         self.processes: list[NodeProcess] = []
+        self._commands: list[tuple[int, list[str], dict[str, str]]] = []
         for rank, node in enumerate(nodes):
             place = {"machine_rank": rank} if len(nodes) > 1 else {}
             data = {"instance_data_dir": images_in(cluster.place / "images", 12, (24, 24)), "output_dir": directory}
@@ -69,6 +70,13 @@ class Run:
             variables = {"HF_HOME": str(cluster.place / "hf"), **(env or {}), **(own_env or {}).get(node, {})}
             clock = (clocks or {}).get(node, 0)
             self.processes.append(cluster.start(node, command, env=variables, clock=clock))
+            self._commands.append((node, command, variables))
+
+    def start_again(self, rank: int) -> NodeProcess:
+        """A node of the launch that was lost comes back, with the same command."""
+        node, command, variables = self._commands[rank]
+        self.processes[rank] = self.cluster.start(node, command, env=variables)
+        return self.processes[rank]
 
     @property
     def step(self) -> int:

@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
+import tempfile
+import time
 from pathlib import Path
 from random import Random
 
@@ -25,6 +28,7 @@ NODES, LAST = 3, 120
 PROBE = Path(__file__).parents[2] / "e2e" / "probe"
 BATCH: dict[str, object] = {"train_batch_size": 1, "gradient_accumulation_steps": 2, "max_train_steps": LAST}  # 6 samples
 ROUNDING = 1e-3
+KINDS = ("kill", "cut", "fault", "rank", "back")
 
 
 def _group(cluster: Cluster, directory: Path, **options: object) -> Run:
@@ -56,13 +60,65 @@ def _compare(report: Report, cluster: Cluster, place: Path, remaining: tuple[int
     report.expect(not far, f"not within rounding of the undisturbed run: {far[:5]}")
 
 
+def _wait_for_generation(run: Run, number: int, seconds: float = 240) -> int:
+    """Until a generation of that number has begun; the step from which it continues. Raises TimeoutError with the outputs."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        found = [each for each in RunDirectory(run.directory).events() if each.kind == "generation"]
+        if len(found) >= number:
+            return found[number - 1].step or 0
+        time.sleep(0.1)
+    raise TimeoutError(f"generation {number} never came: {run.outputs()}")
+
+
+def returned_node(cluster: Cluster, place: Path, victim: int, step: int) -> Report:
+    """A node is lost, comes back as a spare and is taken back: bit by bit as three orderly runs on 3, 2 and 3 nodes."""
+    report = Report(faults=1)
+    others = [node for node in range(NODES) if node != victim]
+    run = _group(cluster, place / "run", max_train_steps=100_000, grow_after=10)
+    run.wait_for_step(step)
+    cluster.kill(victim)
+    lost = _wait_for_generation(run, 2)
+    run.start_again(victim)
+    back = _wait_for_generation(run, 3)
+    run.wait_for_step(back + 5)
+    run.processes[others[0]].send_signal(signal.SIGTERM)
+    codes = run.codes(120)
+    report.expect(codes == [6] * NODES, f"exit codes {codes}: {run.outputs()}")
+    saved = [entry.step for entry in CheckpointStore(run.directory / "checkpoints").all()]
+    report.expect(saved[:2] == [lost, back] and len(saved) == 3, f"checkpoints {saved}, not {lost}, {back} and the last one")
+    steps = [each.step for each in RunDirectory(run.directory).events() if each.kind == "step"]
+    report.expect(len(steps) == len(set(steps)), "steps are made twice")
+    cluster.reset()
+    orderly, fewer = place / "orderly", {**BATCH, "gradient_accumulation_steps": 3}
+    parts = [
+        lambda last: _group(cluster, orderly, max_train_steps=last),
+        lambda last: Run(cluster, orderly, nodes=others, ranks=1, **{**fewer, "max_train_steps": last}),  # type: ignore[arg-type]
+        lambda last: _group(cluster, orderly, max_train_steps=last),
+    ]
+    for part, last in zip(parts, saved, strict=False):
+        found = part(last)
+        report.expect(set(found.codes()) == {0}, f"the orderly run to {last}: {found.outputs()}")
+    expected, mine = _tensors(orderly, saved[-1]), _tensors(run.directory, saved[-1])
+    other = [name for name, value in expected.items() if name not in mine or not torch.equal(value, mine[name])]
+    report.expect(not other and expected.keys() == mine.keys(), f"not bit-equal to the orderly run: {other[:5]}")
+    return report
+
+
 def elastic(random: Random, place: Path) -> Report:
     """One loss of a random kind on a random node at a random step."""
     if forbidden():
         return Report()
     with Cluster(NODES, warm=True) as cluster:
-        kind = random.choice(("kill", "cut", "fault", "rank"))
-        return lost_node(cluster, place, kind, random.randrange(NODES), random.randrange(3, LAST // 2))
+        kind, victim, step = random.choice(KINDS), random.randrange(NODES), random.randrange(3, LAST // 2)
+        return play(cluster, place, kind, victim, step)
+
+
+def play(cluster: Cluster, place: Path, kind: str, victim: int, step: int) -> Report:
+    """A loss of one of `KINDS`."""
+    if kind == "back":
+        return returned_node(cluster, place, victim, step)
+    return lost_node(cluster, place, kind, victim, step)
 
 
 def lost_node(cluster: Cluster, place: Path, kind: str, victim: int, step: int) -> Report:
@@ -94,3 +150,10 @@ def elastic_briefly(random: Random, place: Path) -> Report:
         return Report()
     with Cluster(NODES, warm=True) as cluster:
         return lost_node(cluster, place, "kill", 0, random.randrange(3, 20))
+
+
+if __name__ == "__main__":
+    for each in sys.argv[1:] or KINDS:
+        with tempfile.TemporaryDirectory(prefix="torture-") as folder, Cluster(NODES, warm=True) as nodes:
+            found = play(nodes, Path(folder), each, 1, 8)
+        print(f"      F: {each:<6} | {'BROKEN' if found.broken else 'held'}", *found.broken, sep="\n", flush=True)

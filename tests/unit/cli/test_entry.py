@@ -141,7 +141,7 @@ def test_all_problems_are_printed_and_the_exit_code_is_2(run):
 
 MANY = {
     "--sede=1": "unknown option --sede",
-    "--adam_beta1=7": "adam_beta1 cannot be '7'",
+    "--adam_beta1=7": "--adam_beta1: cannot be '7'",
     "--optimizer=adamv": "Unknown optimizer 'adamv'",
     "--report_to=wandbb": "unknown tracker 'wandbb'",
     "--validation_resolution=33x31": "this model samples multiples of 4 pixels, which 33x31 is not",

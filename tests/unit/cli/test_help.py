@@ -3,6 +3,7 @@
 import json
 import os
 import pty
+import re
 import subprocess
 import sys
 import termios
@@ -62,6 +63,7 @@ def on_terminal(tmp_path):
 def test_help_fits_80_columns_and_has_no_colours_in_a_pipe(out, words):
     text = out(*words)
     assert (max(map(len, text.splitlines())) <= 80, ESCAPE in text) == (True, False)
+    assert not re.search(r"--$", text, re.MULTILINE), "a flag is broken"
 
 
 def test_switches_choices_defaults_and_conditions_are_visible(out):

@@ -155,7 +155,7 @@ def test_a_value_that_lies_in_that_of_another_option_counts_where_nothing_else_g
 
 def test_a_value_that_is_given_elsewhere_too_must_be_the_same():
     assert fire("--kiln_program=900;3", "--glaze_coats=3").source("glaze_coats") == "flag (--glaze_coats)"
-    with pytest.raises(ConfigError, match="--glaze_coats: glaze_coats is '2', and coats in kiln_program says 3"):
+    with pytest.raises(ConfigError, match="--glaze_coats: is '2', and coats in kiln_program says 3"):
         fire("--kiln_program=900;3", "--glaze_coats=2")
 
 

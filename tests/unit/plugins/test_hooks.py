@@ -76,7 +76,7 @@ def configured(sparkling):
 
 def test_hook_declare_options_gives_flags_that_are_validated_and_typed(configured):
     assert configured("--glitter-size=2")[GlitterOptions].glitter_size == 2
-    with pytest.raises(ConfigError, match="glitter_size cannot be '0': input should be greater than or equal to 1"):
+    with pytest.raises(ConfigError, match="glitter_size: cannot be '0': input should be greater than or equal to 1"):
         configured("--glitter_size=0")
 
 

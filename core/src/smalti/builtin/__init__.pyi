@@ -6,3 +6,4 @@ from .console import (
     open_display as open_display,
     speed as speed,
 )
+from .ddp_parallel import DdpParallel as DdpParallel

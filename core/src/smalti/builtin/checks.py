@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from smalti.config import (
     ONLY_ON_CUDA,
@@ -20,6 +21,7 @@ from smalti.config import (
     warm_up_problem,
 )
 from smalti.errors import Problem
+from smalti.system import FOLDER_VARIABLE
 
 
 def _family(config: Config) -> Iterator[Problem]:
@@ -78,4 +80,29 @@ def _launch(config: Config) -> list[Problem]:
     return launch_problems(config[LaunchOptions])
 
 
-CHECKS = (_family, _directory, _datasets, _length, _warm_up, _kernel, _graphs, _launch)
+def _launcher(config: Config) -> Iterator[Problem]:
+    """Another launcher around `smalti train`: each of its processes would be a run of its own, in the same directory."""
+    found = None if FOLDER_VARIABLE in os.environ else rank_launcher(os.environ)  # set in smalti's own ranks
+    if found is not None:
+        launcher, ranks = found
+        message = f"{launcher} has started this process as a rank, and smalti starts its ranks itself"
+        nodes = ", once on each node" if config[LaunchOptions].num_machines > 1 else ""
+        yield Problem(message=message, fix=f"without {launcher}{nodes}: smalti train --num_processes={ranks}")
+
+
+def rank_launcher(environment: Mapping[str, str]) -> tuple[str, str] | None:
+    """The launcher that has started this process as one of several ranks, and how many it starts ("N" if it does not say).
+
+    None where one process was started on the node, as by SLURM, Kubernetes or `torchrun --nproc-per-node=1`. With
+    `accelerate launch` one process counts too, as what it is told of precision and kinds of ranks has no effect.
+    """
+    ranks = environment.get("WORLD_SIZE", "N")
+    if "ACCELERATE_DYNAMO_MODE" in environment and "ACCELERATE_MIXED_PRECISION" in environment:
+        return "accelerate launch", ranks
+    local = environment.get("LOCAL_WORLD_SIZE") or environment.get("LOCAL_SIZE")  # the second is DeepSpeed's
+    if "LOCAL_RANK" not in environment or local in (None, "", "1"):
+        return None
+    return "torchrun" if "TORCHELASTIC_RUN_ID" in environment else "another launcher", ranks
+
+
+CHECKS = (_family, _directory, _datasets, _length, _warm_up, _kernel, _graphs, _launch, _launcher)

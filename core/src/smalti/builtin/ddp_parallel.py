@@ -30,9 +30,13 @@ class DdpParallel(ReplicatedParallel):
 
     def wrap(self, model: nn.Module, blocks: Sequence[Block], weights: Weights) -> nn.Module:
         """The model with weights, on this rank's device, compiled block by block if the options say so, in DDP."""
-        model = materialise(model, weights, self.world.device)
+        model = self.with_weights(model, blocks, weights)
         compile_blocks(model, blocks, self.config)
-        return _with_final_buckets(cast(nn.Module, self._accelerator.prepare_model(model)))
+        return _with_final_buckets(cast(nn.Module, self._accelerator.prepare_model(model, device_placement=False)))
+
+    def with_weights(self, model: nn.Module, blocks: Sequence[Block], weights: Weights) -> nn.Module:
+        """The model with its first weights; what it computes with is on this rank's device, or comes there in time."""
+        return materialise(model, weights, self.world.device)
 
     def unwrap(self, model: nn.Module) -> nn.Module:
         return model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model

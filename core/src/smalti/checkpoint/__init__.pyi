@@ -73,4 +73,5 @@ from .planning import (
 from .reader import Loaded as Loaded, compare as compare, load as load
 from .search import find_on_all_ranks as find_on_all_ranks
 from .snapshot import Relay as Relay, Snapshot as Snapshot
+from .staging import Arena as Arena
 from .writer import SaveError as SaveError, save as save

@@ -28,17 +28,17 @@ from smalti.system import parse_bytes
 if TYPE_CHECKING:
     from smalti.checkpoint import Precision
 
+
 _NEW = click.Path(path_type=Path)
 
 
 def _file_size(text: str) -> int:
     """A number of bytes, such as 10GB (10**10) or 5GiB."""
     try:
-        size = parse_bytes(text)
+        if (size := parse_bytes(text)) < 1:
+            raise ValueError(f"{text!r} is too small")
     except ValueError as error:
         raise UserError(f"--max_shard_size: {error}", fix="--max_shard_size=5GB") from None
-    if size < 1:
-        raise UserError(f"--max_shard_size: {text!r} is too small", fix="--max_shard_size=5GB")
     return size
 
 

@@ -57,8 +57,8 @@ def ls(roots: tuple[Path, ...], depth: int, as_json: bool) -> None:
     """List runs and their status.
 
     Searches below each ROOT, or below the current folder. As on the console, the loss is the mean of about 20 steps, and
-    samples/s the speed of about the last minute. Plugins add columns, such as goodput: the share of time in which
-    steps were made that count.
+    samples/s the speed of about the last minute. Plugins add columns, such as goodput: the share of the time
+    that was spent on steps that were kept.
     """
     runs = [directory for root in roots or (Path(),) for directory in find_runs(root, depth)]
     watch_doubtful(runs)

@@ -17,11 +17,11 @@ from typing import TypeVar, cast
 from pydantic import ValidationError
 
 from smalti.config.core_options.run import PluginOptions
-from smalti.config.files import variables_in
+from smalti.config.files import read_text, variables_in
 from smalti.config.kept_defaults import Kept
 from smalti.config.options import Given, Options, Schema, invalidated
 from smalti.config.sources import variable
-from smalti.errors import InvalidOptionError, Problem
+from smalti.errors import InvalidOptionError, Problem, UserError
 
 FILES = ("data_backend_config",)
 """Options that name a file in which {env:NAME} is replaced too."""
@@ -64,8 +64,8 @@ class References:
 def _text(path: object) -> str:
     """The text of a file; "" if it cannot be read, which is reported where the file is used."""
     try:
-        return Path(str(path)).expanduser().read_text(encoding="utf-8", errors="replace")
-    except (OSError, RuntimeError, ValueError):  # also no such home folder, and no name that a file can have
+        return read_text(Path(str(path)).expanduser())
+    except (UserError, RuntimeError, ValueError):  # also no such home folder, and no name that a file can have
         return ""
 
 

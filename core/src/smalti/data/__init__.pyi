@@ -57,6 +57,7 @@ from .order import (
     BucketSamples as BucketSamples,
     Order as Order,
     Part as Part,
+    Passes as Passes,
     Version as Version,
 )
 from .plan.bucket_rows import known_buckets as known_buckets

@@ -23,6 +23,7 @@ from smalti.data.batch_check import BatchShape
 from smalti.data.dataset import Dataset
 from smalti.data.datasets.parse import DataDefaults, load_backend_config, parse_datasets
 from smalti.data.datasets.spec import Catalog, DatasetSpec, catalog_of, unused_caches
+from smalti.data.order import Passes
 from smalti.data.prepared import DataRules, PreparedData, build_datasets, check_no_overlap, load_datasets, prepare
 from smalti.data.scan.build import Progress
 from smalti.errors import ConfigError, PreflightError, Problem
@@ -121,6 +122,7 @@ def data_rules(config: Config, plugins: Plugins, alignment: int) -> DataRules:
     Ranks of one context-parallel group count as one.
     """
     options = config[DataOptions]
+    passes = [create(each, each.order, config) for each in plugins.gather(HookSpecs.register_caches) if each.order]
     return DataRules(
         seed=config[RunOptions].seed,
         shape=BatchShape(
@@ -131,6 +133,7 @@ def data_rules(config: Config, plugins: Plugins, alignment: int) -> DataRules:
         alignment=options.aspect_bucket_alignment or alignment,
         error_budget=options.data_error_budget,
         short_buckets=options.short_buckets or ("repeat" if options.allow_dataset_oversubscription else "merge"),
+        passes=cast("Passes | None", next(iter(passes), None)),
     )
 
 
@@ -240,7 +243,7 @@ def load_data(config: Config, plugins: Plugins, alignment: int, directory: Path)
 
 def _with_held_out(data: PreparedData, datasets: tuple[Dataset, ...], rules: DataRules, directory: Path | None) -> PreparedData:
     """Returns the data with held-out images, which need not fill batches."""
-    alone = replace(rules, shape=BatchShape(train_batch_size=1, ranks=1, accumulation=1))
+    alone = replace(rules, shape=BatchShape(train_batch_size=1, ranks=1, accumulation=1), passes=None)
     held_out = prepare(datasets, alone, directory=directory)
     return replace(data, held_out=held_out, notices=(*data.notices, *held_out.notices))
 

@@ -151,7 +151,8 @@ class Loader(Iterator[Batch]):
         batch = self._ready.popleft().result()
         self.waited = time.perf_counter() - begin
         self._submit_next()
-        return batch if self._on_host else self._on_device(batch)
+        # Bytes are copied, a quarter of fp32. On the current stream, so that no synchronization is needed.
+        return batch if self._on_host else replace(batch, micro=tuple(self._moved(one) for one in batch.micro))
 
     def close(self) -> None:
         """Stop the threads and wait until they have ended, at most as long as one image takes. May be called again."""
@@ -228,10 +229,6 @@ class Loader(Iterator[Batch]):
 
     def _pinned(self, tensor: Tensor) -> Tensor:
         return tensor.pin_memory() if self._pins else tensor
-
-    def _on_device(self, batch: Batch) -> Batch:
-        # Bytes are copied, a quarter of fp32. On the current stream, so that no synchronization is needed.
-        return replace(batch, micro=tuple(self._moved(one) for one in batch.micro))
 
     def _moved(self, one: MicroBatch) -> MicroBatch:
         def there(tensor: Tensor) -> Tensor:

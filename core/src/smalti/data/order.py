@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,6 +35,20 @@ Version = Literal[1, 2]
 
 LIMIT = 1 << 16
 """Samples of a pass, and batches of an epoch, up to which permutations are stored. Changing it changes the order of runs."""
+
+
+class Passes(Protocol):
+    """Another order of the samples in each pass than a permutation of all of them; from a plugin (`CacheEntry.order`)."""
+
+    @property
+    def settings(self) -> dict[str, object]:
+        """Names and values of the options that determine it, as JSON. A resume with others begins another order."""
+
+    def __call__(self, parts: Sequence[tuple[int, int]], batch: int, key: int) -> Callable[[Numbers], Numbers]:
+        """Returns the place of the sample at each position of a pass: a permutation, which `key` determines.
+
+        `parts` are rows and copies of each; a row has consecutive places for its copies. `batch` is the effective batch.
+        """
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -80,8 +94,7 @@ class BucketSamples:
         """The numbers of the samples from one place to another, counted through the parts."""
         found = [np.empty(0, dtype=np.int64)]
         for part in self.parts:
-            rows = part.rows[max(0, start) : max(0, stop)]
-            found.append(rows.astype(np.int64) + part.offset)
+            found.append(part.rows[max(0, start) : max(0, stop)].astype(np.int64) + part.offset)
             start, stop = start - len(part.rows), stop - len(part.rows)
         return np.concatenate(found)
 
@@ -122,6 +135,7 @@ class Order:
         effective_batch: samples per optimizer step over all ranks and micro-batches.
         version: that of the run; None for a new run: 1 unless a pass or an epoch exceeds `LIMIT`.
         beginning: where the run changed to this order; None if it began with it.
+        passes: the order in each pass; None permutes all samples.
     """
 
     def __init__(
@@ -132,6 +146,7 @@ class Order:
         effective_batch: int,
         version: Version | None = None,
         beginning: Beginning | None = None,
+        passes: Passes | None = None,
     ) -> None:
         if effective_batch < 1 or not buckets or any(len(bucket) == 0 for bucket in buckets):
             raise ValueError("an order needs an effective batch and samples in every bucket")
@@ -141,13 +156,13 @@ class Order:
         self.beginning = beginning
         self.end: int | None = None
         """The position at which the order ends; None if it does not."""
-        self.schedule = ""
-        """When which datasets are trained on, if that changes in the run; for the identity of the data."""
+        self.passes = passes
+        self.schedule = "" if passes is None else f"{passes.settings} "
+        """What else determines the order, such as when which datasets are trained on; for the identity of the data."""
         self._contents = [_BucketPass(bucket) for bucket in self.buckets]
         # Samples of an epoch are whole numbers of a common fraction, and so is a batch.
-        samples = [bucket.per_epoch for bucket in self.buckets]
-        common = math.lcm(*(one.denominator for one in samples))
-        self._samples_per_epoch = np.array([_times(one, common) for one in samples], dtype=np.int64)
+        samples, common = _whole([bucket.per_epoch for bucket in self.buckets])
+        self._samples_per_epoch = np.array(samples, dtype=np.int64)
         self._batch = effective_batch * common
         longest_epoch = int((-(-self._samples_per_epoch // self._batch)).sum())
         large = longest_epoch > LIMIT or any(content.size > LIMIT for content in self._contents)
@@ -166,7 +181,7 @@ class Order:
 
     def _settings(self) -> dict[str, Any]:
         """What is the same in every version of the order."""
-        return {"seed": self.seed, "effective_batch": self.effective_batch}
+        return {"seed": self.seed, "effective_batch": self.effective_batch, "passes": self.passes}
 
     def batch(self, position: int) -> GlobalBatch:
         """The global batch at a position, 0 being the first of the run."""
@@ -207,8 +222,7 @@ class Order:
         size = self._contents[bucket].size
         start = batch.first + slot + 1
         for place in range(start, start + 2 * size, self.effective_batch):
-            for sample in self._stream(bucket, place, min(self.effective_batch, start + 2 * size - place)):
-                yield int(sample)
+            yield from self._stream(bucket, place, min(self.effective_batch, start + 2 * size - place)).tolist()
 
     def _start(self, epoch: int) -> int:
         return int((self._samples_per_epoch * epoch // self._batch).sum())
@@ -258,6 +272,8 @@ class Order:
     def _shuffle(self, bucket: int, number: int) -> Callable[[Numbers], Numbers]:
         shape, size = self.buckets[bucket].bucket, self._contents[bucket].size
         key = derive_seed("pass", self.seed, shape.width, shape.height, number)
+        if self.passes is not None:
+            return self.passes(self._contents[bucket].parts, self.effective_batch, key)
         if self.version == 2 and size > LIMIT:
             return ComputedPermutation(size, key)
         return _stored(permutation(size, key))
@@ -269,7 +285,9 @@ class Order:
         if not self._stores_epochs:
             return _Epoch(before=before, ends=ends, turns=ComputedPermutation(int(ends[-1]), key))
         # The batches of a bucket come in the order of its stream, so they are numbered again.
-        buckets = np.searchsorted(ends, permutation(int(ends[-1]), key), side="right")
+        # Narrow numbers are sorted many times as fast.
+        names = np.arange(len(counts), dtype=np.min_scalar_type(len(counts)))
+        buckets = np.repeat(names, counts)[permutation(int(ends[-1]), key)]
         turns = np.empty(len(buckets), dtype=np.int64)
         turns[np.argsort(buckets, kind="stable")] = np.arange(len(buckets))
         return _Epoch(before=before, ends=ends, turns=_stored(turns))
@@ -293,9 +311,10 @@ class _Epoch:
         return bucket, int(self.before[bucket]) + turn - (int(self.ends[bucket - 1]) if bucket else 0)
 
 
-def _times(number: int | Fraction, multiple: int) -> int:
-    """Returns the product with a multiple of the denominator, without a fraction on the way."""
-    return number.numerator * (multiple // number.denominator)
+def _whole(numbers: Sequence[int | Fraction]) -> tuple[list[int], int]:
+    """Returns the products with the smallest number that makes all of them whole, and that number."""
+    common = math.lcm(*(one.denominator for one in numbers))
+    return [one.numerator * (common // one.denominator) for one in numbers], common
 
 
 class _BucketPass:
@@ -307,13 +326,10 @@ class _BucketPass:
 
     def __init__(self, content: BucketSamples) -> None:
         self._parts = [part for part in content.parts if len(part.rows)]
-        copies = [part.copies for part in self._parts]
-        denominator = math.lcm(*(one.denominator for one in copies))
-        whole = [_times(one, denominator) for one in copies]
-        self._times = [one // math.gcd(*whole) for one in whole]
-        lengths = [len(part.rows) * times for part, times in zip(self._parts, self._times, strict=True)]
-        self._ends = np.cumsum(lengths)
-        self.size = sum(lengths)
+        copies, _ = _whole([part.copies for part in self._parts])
+        self.parts = [(len(part.rows), times // math.gcd(*copies)) for part, times in zip(self._parts, copies, strict=True)]
+        self._ends = np.cumsum([rows * times for rows, times in self.parts])
+        self.size = int(self._ends[-1])
 
     def samples(self, places: Numbers) -> Numbers:
         """Returns the numbers of the samples at these places."""
@@ -322,7 +338,7 @@ class _BucketPass:
         for number, part in enumerate(self._parts):
             mine = np.flatnonzero(which == number)
             start = int(self._ends[number - 1]) if number else 0
-            found[mine] = part.rows[(places[mine] - start) // self._times[number]]
+            found[mine] = part.rows[(places[mine] - start) // self.parts[number][1]]
             found[mine] += part.offset
         return found
 

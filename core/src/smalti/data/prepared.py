@@ -14,14 +14,14 @@ from fractions import Fraction
 from functools import cached_property
 from itertools import accumulate, chain, islice, product
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from smalti.data.batch_check import BatchShape, BucketCount, Share
 from smalti.data.buckets import Bucket, CropSettings
 from smalti.data.dataset import Dataset, Sample
 from smalti.data.datasets.captions import NO_TEXT_FILE
 from smalti.data.datasets.spec import Catalog, DatasetSpec
-from smalti.data.order import BucketSamples, Order, Part
+from smalti.data.order import BucketSamples, Order, Part, Passes
 from smalti.data.plan.bucket_rows import BucketRows, rows_by_bucket
 from smalti.data.plan.scheduled_order import ScheduledOrder, Span
 from smalti.data.plan.short_buckets import ShortBuckets, handle_short_buckets
@@ -42,7 +42,7 @@ class DataRules:
     """What the options and the model family set for all datasets.
 
     `alignment` and `aspect_rounding` shape the buckets. `error_budget` is a share of all samples when it is below 1, else a
-    count.
+    count. `passes` is the order in each pass of a bucket; None permutes all samples.
     """
 
     seed: int
@@ -51,6 +51,7 @@ class DataRules:
     aspect_rounding: int = 2
     error_budget: float = 0.01
     short_buckets: ShortBuckets = "merge"
+    passes: Passes | None = None
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -113,7 +114,8 @@ class PreparedData:
         """The settings of each dataset that determine order and crops."""
         settings = {one.spec.id: _settings(one.spec, crop) for one, crop in zip(self.datasets, self.crop_settings, strict=True)}
         handled = {name: {"short_buckets": value} for name, value in self.short_buckets.items()}
-        return {name: {**one, **handled.get(name, {})} for name, one in settings.items()}
+        of_all = {} if self.order.passes is None else self.order.passes.settings
+        return {name: {**one, **handled.get(name, {}), **of_all} for name, one in settings.items()}
 
 
 def build_datasets(
@@ -233,9 +235,10 @@ def prepare(
 
 def _order(buckets: Sequence[BucketSamples], specs: Sequence[DatasetSpec], rules: DataRules) -> Order:
     spans = [_span(spec) for spec in specs]
+    settings: dict[str, Any] = {"seed": rules.seed, "effective_batch": rules.shape.effective, "passes": rules.passes}
     if all(span == Span() for span in spans):
-        return Order(buckets, seed=rules.seed, effective_batch=rules.shape.effective)
-    return ScheduledOrder(buckets, spans=spans, seed=rules.seed, effective_batch=rules.shape.effective)
+        return Order(buckets, **settings)
+    return ScheduledOrder(buckets, spans=spans, **settings)
 
 
 def _span(spec: DatasetSpec) -> Span:

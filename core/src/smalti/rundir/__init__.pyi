@@ -18,7 +18,6 @@ from .events import (
     Event as Event,
     EventKind as EventKind,
     EventWriter as EventWriter,
-    ReportTimer as ReportTimer,
     SmoothedMetrics as SmoothedMetrics,
     read_events as read_events,
     read_events_backwards as read_events_backwards,

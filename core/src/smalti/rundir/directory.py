@@ -53,7 +53,6 @@ REFUSED = "refused"
 """The state of a launch that failed before its first step, of a run that has made steps. It does not change the status."""
 
 RUN_KIND = "smalti-run"
-_RATE_STEPS = 32
 RESTARTING = "restarting"
 """The state between two generations of a group of nodes: the run goes on."""
 _Time = Annotated[float, Field(ge=0, lt=1e11)]  # that calendars have
@@ -253,7 +252,7 @@ class RunDirectory:
         """The last event of one of these kinds. Reads from the end of the file, so a long history costs nothing."""
         return next((event for event in read_events_backwards(self.events_file) if event.kind in kinds), None)
 
-    def recent_steps(self, count: int = _RATE_STEPS) -> list[Event]:
+    def recent_steps(self, count: int = 32) -> list[Event]:
         """The last step events of the latest attempt, oldest first."""
         attempt = takewhile(lambda event: event.text("state") != "starting", read_events_backwards(self.events_file))
         return list(islice((event for event in attempt if event.kind == "step"), count))[::-1]

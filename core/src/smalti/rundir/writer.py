@@ -292,7 +292,7 @@ class RunWriter:
         """Write the final state of the loop. No event may follow."""
         self._restore_if_lost(surely=True)
         self.ownership.confirm()
-        if code is ExitCode.GPU_FAULT and GROUP_VARIABLE in os.environ:
+        if code in (ExitCode.GPU_FAULT, ExitCode.STOPPED) and GROUP_VARIABLE in os.environ:
             self._append_state(RESTARTING, message, step=step)  # its launcher decides
             return
         self._append_state(condition, message, step=step, exit_code=code, **fields)
@@ -307,7 +307,7 @@ class RunWriter:
             return
         record = self.directory.record()
         condition: str = "failed"
-        if self.stop_request or code in (ExitCode.PREEMPTED, ExitCode.INTERRUPTED):
+        if self.stop_request or code in (ExitCode.PREEMPTED, ExitCode.INTERRUPTED, ExitCode.STOPPED):
             condition = "stopped"
         elif code is ExitCode.DONE:
             condition = "finished"

@@ -151,12 +151,16 @@ class CacheEntry(Registered):
 
     `encoder`, "module:callable" too, makes it the cache in which a run keeps what it encodes before training. It takes the
     `Config`, the `ModelFamily` and the `Catalog` of storages, and returns a `smalti.data.DataEncoder`.
+
+    `order`, "module:callable" too, takes the `Config` and returns an order of samples in which that cache is cheap to read, a
+    `smalti.data.Passes`; None permutes all samples. It is called in the launcher too, and imports no torch.
     """
 
     kind = "the cache"
     factory: str = ""
     configured: bool = False
     encoder: str = ""
+    order: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -227,7 +231,7 @@ class CommandCollector(click.Group):
 
 Recompute = Literal["none", "selective", "full"]
 """What the backward pass computes again: nothing, all but matrix products and attention, or whole blocks."""
-Part = Literal["weights", "gradients", "state"]
+Part = Literal["weights", "gradients", "state", "frozen"]
 """What a rank holds of the parameters that train. "state" is the optimizer's state, EMA and fp32 master weights."""
 
 
@@ -272,7 +276,8 @@ class Strategy(Registered):
     `divided` says over how many ranks each part is divided; 1, or a part that is not named, is a whole copy on each rank. A
     strategy that can divide nothing names no part, and is the only kind that trains a model which cannot be sharded.
     `frozen` is the same for parameters that do not train. `bytes` are per parameter that trains, before it is divided.
-    `offloaded` parts are in host memory. With `keeps_gradients` their memory stays allocated between steps.
+    `offloaded` parts are in host memory; "frozen" are the parameters of blocks that do not train. With `keeps_gradients` their
+    memory stays allocated between steps.
 
     A strategy that gathers holds `gathered` copies of its largest block in the forward pass, each of `gathered_bytes` per
     parameter, one in the backward pass, and `reduced_bytes` per parameter of a block whose gradients are being reduced. One

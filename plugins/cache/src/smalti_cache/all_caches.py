@@ -47,7 +47,7 @@ def cache() -> None:
 def ls(arguments: tuple[str, ...], as_json: bool) -> None:
     """List all caches with their size and location.
 
-    `damaged` counts damaged entries that were noted, and packs that cannot be read. `age` is the time since the last pack,
+    `damaged` counts entries that were found damaged, and packs that cannot be read. `age` is the time since the last pack,
     `used` since the last use by a run.
     """
     plugins, config = _load(arguments)

@@ -10,7 +10,7 @@ Shapes: B texts of a batch; latents (C, h, w).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -22,8 +22,10 @@ from torch import Tensor
 from smalti.data import Bucket, Bytes, CropOffset, PreparedData, fixed_crop
 from smalti.diffusion import Conditioning
 from smalti.system import as_signed, derive_seed
+from smalti_cache.block_order import BlockOrder
 from smalti_cache.entries import Entry
 from smalti_cache.keys import Hasher, Key, Keys, single_key
+from smalti_cache.reads.blocks import Block, BlockReads, Entries, Wanted
 from smalti_cache.store import PackStore
 
 _RECIPE = "5"
@@ -41,12 +43,18 @@ _UNSCALED = (0, 0)
 class CachedLatents:
     """The latents of all images of a run, by sample; `stores` are those of its datasets, in their order.
 
+    In an order of blocks, those of a block are read together, and at most `ahead` bytes wait for their visits.
+
     A random crop is chosen once for each image, from its name alone: so runs with any seed share the entry.
     """
 
-    def __init__(self, data: PreparedData, stores: Sequence[PackStore]) -> None:
+    def __init__(self, data: PreparedData, stores: Sequence[PackStore], *, ahead: int = 4 << 30) -> None:
         self.data = data
         self.stores = tuple(stores)
+        order = data.order.passes
+        self._block_size = order.size if isinstance(order, BlockOrder) else 0
+        self._blocks = BlockReads(self._read_blocks, ahead) if self._block_size else None
+        self._bucket_numbers = {content.bucket: number for number, content in enumerate(data.order.buckets)}
         self._origins = [as_signed(derive_seed("origin", dataset.storage.identity)) for dataset in data.datasets]
         """Of each dataset what stands for the contents of images that are not known."""
         self.broken: frozenset[int] = frozenset()
@@ -144,20 +152,55 @@ class CachedLatents:
 
     def get(self, sample: int, bucket: Bucket, *, flipped: bool = False) -> tuple[Tensor, CropOffset]:
         """Returns the latents of an image that is not broken, and the offset of its crop."""
-        return self.get_many([(sample, flipped)], bucket)[0]
+        return _latents(self._read([(sample, flipped)], bucket)[sample, flipped])
 
-    def get_many(self, images: Sequence[tuple[int, bool]], bucket: Bucket) -> list[tuple[Tensor, CropOffset]]:
+    def get_many(self, images: Sequence[Wanted], bucket: Bucket) -> list[tuple[Tensor, CropOffset]]:
         """Like `get` for several images of a bucket, each with whether it is flipped; with few reads."""
-        found: dict[int, tuple[Tensor, CropOffset]] = {}
-        by_store: dict[PackStore, list[int]] = {}
-        for place, (sample, _) in enumerate(images):
-            by_store.setdefault(self.store(sample), []).append(place)
-        for store, places in by_store.items():
-            keys = [self.key(images[place][0], bucket, flipped=images[place][1]) for place in places]
-            for place, entry in zip(places, store.get_many(keys), strict=True):
-                left, top = entry["corner"].tolist()
-                found[place] = entry["latents"], (left, top)
-        return [found[place] for place in range(len(images))]
+        found: dict[Wanted, Entry] = {}
+        if self._blocks is not None:
+            ahead = self._blocks.take([(self._block(sample, bucket), (sample, flipped)) for sample, flipped in images])
+            found = {image: entry for image, entry in zip(images, ahead, strict=True) if entry is not None}
+        found |= self._read([image for image in images if image not in found], bucket)
+        return [_latents(found[image]) for image in images]
+
+    def _read(self, images: Iterable[Wanted], bucket: Bucket) -> dict[Wanted, Entry]:
+        """Returns the entries of images of a bucket."""
+        found: dict[Wanted, Entry] = {}
+        by_store: dict[PackStore, list[Wanted]] = {}
+        for image in dict.fromkeys(images):
+            by_store.setdefault(self.store(image[0]), []).append(image)
+        for store, some in by_store.items():
+            keys = [self.key(sample, bucket, flipped=flipped) for sample, flipped in some]
+            found.update(zip(some, store.get_many(keys), strict=True))
+        return found
+
+    def _block(self, sample: int, bucket: Bucket) -> Block:
+        """Returns the block of a sample that is trained in a bucket."""
+        dataset, row = self.data.locate(sample)
+        number = self._bucket_numbers[bucket]
+        for place, part in enumerate(self.data.order.buckets[number].parts):
+            if part.dataset == dataset:
+                at = int(np.searchsorted(part.rows, np.uint32(row)))
+                if at < len(part.rows) and part.rows[at] == row:
+                    return Block(number, place, at // self._block_size)
+        raise AssertionError(f"sample {sample} is not in bucket {bucket}")
+
+    def _read_blocks(self, blocks: Sequence[Block]) -> list[Entries]:
+        """Returns the entries of blocks, without those of broken images."""
+        found: list[Entries] = [{} for _ in blocks]
+        by_bucket: dict[int, list[int]] = {}
+        for place, block in enumerate(blocks):
+            by_bucket.setdefault(block.bucket, []).append(place)
+        for number, places in by_bucket.items():
+            content, wanted = self.data.order.buckets[number], dict[Wanted, int]()
+            for place in places:
+                part, start = content.parts[blocks[place].part], blocks[place].number * self._block_size
+                samples = part.rows[start : start + self._block_size].astype(np.int64) + part.offset
+                flips = self.data.datasets[part.dataset].flips
+                wanted |= {(each, flip): place for each in samples.tolist() if each not in self.broken for flip in flips}
+            for image, entry in self._read(wanted, content.bucket).items():
+                found[wanted[image]][image] = entry
+        return found
 
     def _constants(self, position: int, recipe: str = _RECIPE) -> tuple[str, ...]:
         """What the keys of all images of a dataset depend on."""
@@ -172,6 +215,11 @@ class CachedLatents:
             return _UNSCALED
         scaled = settings.resized(*size, bucket)
         return _UNSCALED if scaled == replace(settings, maximum_image_size=0).resized(*size, bucket) else scaled
+
+
+def _latents(entry: Entry) -> tuple[Tensor, CropOffset]:
+    left, top = entry["corner"].tolist()
+    return entry["latents"], (left, top)
 
 
 class CachedTexts:

@@ -76,7 +76,7 @@ class AheadEncoder:
                 if not options.vae_cache_disable:
                     for one in every:
                         places = [folders.latents[dataset.spec.id] for dataset in one.datasets]
-                        latents.append(CachedLatents(one, work.open("latents", places)))
+                        latents.append(CachedLatents(one, work.open("latents", places), ahead=folders.read_ahead))
                         broken = directory / f"encoding.rank-{world.rank}.quarantine.jsonl"
                         work.encode_images(latents[-1], one.error_budget(broken))
                     family.release_encoder("latents")

@@ -40,7 +40,7 @@ from smalti.data import (
     normalised,
 )
 from smalti.models import Encoding, ModelFamily
-from smalti.parallel import Communicator, run_on_all_ranks, run_on_main_rank
+from smalti.parallel import Communicator, run_on_all_ranks
 from smalti.rundir import Phases
 from smalti.system import load_json, preemption_as_exception
 from smalti_cache.contents import DESCRIPTION, digest_of
@@ -280,9 +280,9 @@ class Encoder:
 
         def listed() -> str:
             found = (store.add_indexes(_list(store, names)) for store, names in zip(stores, written, strict=True))
-            return json.dumps(list(found))
+            return json.dumps(list(found) if self.world.is_main else None)
 
-        lists: list[dict[str, int]] = load_json(run_on_main_rank(self.communicator, listed))
+        lists: list[dict[str, int]] = load_json(run_in_rounds(self.communicator, listed)[0])
         leads = self.world.local_rank == 0
 
         def look(*, leader: bool) -> str:

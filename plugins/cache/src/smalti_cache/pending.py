@@ -60,7 +60,8 @@ class Pending:
 
     def _write(self, entries: list[tuple[Key, Entry]]) -> str:
         pack = PackBuilder(compress=self._store.compress)
-        for key, entry in entries:
+        # Latents of a bucket, which a batch wants together, are beside each other, in the order in which they were encoded.
+        for key, entry in sorted(entries, key=lambda one: sorted(tuple(tensor.shape) for tensor in one[1].values())):
             pack.add(key, entry)
         return self._store.put(pack)
 

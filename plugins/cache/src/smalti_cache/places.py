@@ -70,6 +70,8 @@ class CacheFolders:
     """A folder of this node for copies of what is read from remote storages; None keeps none."""
     copied_bytes: int = field(default=0, compare=False)
     """Size limit of these copies."""
+    read_ahead: int = field(default=4 << 30, compare=False)
+    """Bytes of latents in memory that were read before they are wanted."""
 
     @cached_property
     def local_copies(self) -> LocalCopies | None:
@@ -92,6 +94,7 @@ def cache_folders(config: Config, catalog: Catalog) -> CacheFolders:
         compress=options.compress_disk_cache,
         copies=options.cache_local_dir,
         copied_bytes=int(options.cache_local_gb * 1e9),
+        read_ahead=int(options.data_order_gb * 1e9),
     )
 
 

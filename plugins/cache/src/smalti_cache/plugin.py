@@ -13,6 +13,7 @@ CACHE = CacheEntry(
     name="encodings",
     title="encoded images and captions",
     encoder="smalti_cache.encode_ahead:open_encoder",
+    order="smalti_cache.block_order:block_order",
 )
 
 

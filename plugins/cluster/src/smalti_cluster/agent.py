@@ -5,13 +5,16 @@ Importing this module imports no torch.
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from typing import cast
+from pathlib import Path
+from typing import Any, cast
 
 from smalti import ExitCode
 from smalti.system import write_exit_report
@@ -25,17 +28,48 @@ EXIT_SECONDS = 3.0
 """The agents of several nodes wait this long for each other once their ranks have ended."""
 
 
-def extend() -> Callable[[int], None] | None:
+def extend() -> Callable[[int], None]:
     """Before ranks start: watch the other nodes, and form a group if lost ranks start again."""
+    log_apart(Path(sys.argv[-1]))
     shorten_exit_barrier()
     explain_rendezvous()
     watch_nodes()
     note_killed_ranks()
     if (place := Place.of_process()) is None:
-        return None
+        return lambda status: None  # the launcher prints what the ranks have reported
     member = GroupMember(place)
     member.install()
     return member.finish
+
+
+def log_apart(directory: Path) -> None:
+    """Let torch's agent write what it says of ranks that ended to `logs/` in the run directory, and not to the console.
+
+    The launcher prints why they ended; the agent knows only their exit codes.
+    """
+    import torch.distributed.launcher.api as api
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    file = directory / "logs" / f"agent-{socket.gethostname()}.log"
+    try:
+        file.parent.mkdir(exist_ok=True)
+        handler = logging.FileHandler(file, delay=True)
+    except OSError:
+        return  # then it stays on the console
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    log = logging.getLogger("torch.distributed.elastic")
+    log.addHandler(handler)
+    log.propagate = False
+    launch = api.launch_agent
+
+    def launch_and_log(*arguments: Any, **options: Any) -> Any:
+        try:
+            return launch(*arguments, **options)
+        except ChildFailedError as error:
+            log.error("%s", error)
+            raise
+
+    api.launch_agent = launch_and_log
 
 
 def note_killed_ranks() -> None:

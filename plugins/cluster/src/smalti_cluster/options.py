@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Mapping
 from typing import Annotated, Literal
@@ -11,8 +10,6 @@ from pydantic import AfterValidator, BeforeValidator
 
 from smalti import Config, OptionGroup, Options, Problem, Translation, option
 from smalti.config import LaunchOptions
-from smalti.system import FOLDER_VARIABLE
-from smalti_cluster.schedulers.environment import rank_launcher
 from smalti_cluster.schedulers.layer import scheduler_layer
 
 _NODES = re.compile(r"\d+(:\d+)?")
@@ -58,6 +55,12 @@ class ClusterOptions(Options):
         help="How often lost ranks or nodes start the group again without a step in between. Default: 3 with MIN:MAX, else 0.",
         ge=0,
     )
+    grow_after: Seconds = option(
+        None,
+        help="With MIN:MAX: start again with nodes that came back once the group has trained this long. Default: never.",
+        level="advanced",
+        ge=1,
+    )
     rendezvous_timeout: int = option(
         600,
         help="Seconds that nodes wait for each other at the start.",
@@ -82,7 +85,7 @@ class ClusterOptions(Options):
     )
     stop_before: Seconds = option(
         None,
-        help="Save and stop so that the checkpoint is complete this long before the time limit, as in 5m.",
+        help="Save and stop this long before the time limit, as in 5m. The checkpoint is complete by then.",
         ge=0,
     )
     grace_seconds: int | None = option(
@@ -142,20 +145,11 @@ def node_problems(config: Config) -> list[Problem]:
     if is_elastic(config) and not launch.shared_output_dir:
         message = "nodes that start again after a loss agree in the run directory, and shared_output_dir is off"
         problems.append(Problem(message=message, fix="a shared output_dir; or --nodes=N and --max_restarts=0"))
+    if config[ClusterOptions].grow_after is not None and least == most:
+        problems.append(Problem(message="grow_after is for a range of nodes", fix="--nodes=MIN:MAX, as in 4:6"))
     if most > 1 and not launch.main_process_ip:
         problems.append(Problem(message="several nodes need the address of node 0", fix="--main_process_ip=ADDRESS"))
     return problems
-
-
-def launcher_problems(config: Config) -> list[Problem]:
-    """Another launcher around `smalti train`: each of its processes would be a run of its own, in the same directory."""
-    found = None if FOLDER_VARIABLE in os.environ else rank_launcher(os.environ)  # set in smalti's own ranks
-    if found is None:
-        return []
-    launcher, ranks = found
-    message = f"{launcher} has started this process as a rank, and smalti starts its ranks itself"
-    nodes = " once on each node" if config[LaunchOptions].num_machines > 1 else ""
-    return [Problem(message=message, fix=f"without {launcher},{nodes}: smalti train --num_processes={ranks}")]
 
 
 GROUP = OptionGroup(

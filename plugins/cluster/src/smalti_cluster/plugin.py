@@ -9,6 +9,7 @@ from smalti import Checkpoint, CommandCollector, LaunchEntry, RunInfo, RunState,
 if TYPE_CHECKING:
     from smalti import Config, OptionGroup, Problem
     from smalti.rundir import Phase
+    from smalti_cluster.elastic.growth import Growth
     from smalti_cluster.limits.time_limit import TimeLimit
 
 
@@ -17,6 +18,7 @@ class Cluster:
 
     def __init__(self) -> None:
         self._limit: TimeLimit | None = None
+        self._growth: Growth | None = None
 
     @hookimpl
     def declare_options(self) -> list[OptionGroup]:
@@ -26,9 +28,9 @@ class Cluster:
 
     @hookimpl
     def check_config(self, config: Config) -> list[Problem]:
-        from smalti_cluster.options import launcher_problems, node_problems
+        from smalti_cluster.options import node_problems
 
-        return config.run_checks(launcher_problems, node_problems)
+        return config.run_checks(node_problems)
 
     @hookimpl
     def register_commands(self, commands: CommandCollector) -> None:
@@ -53,6 +55,10 @@ class Cluster:
         from smalti_cluster.options import ClusterOptions
 
         options = info.config[ClusterOptions]
+        if info.writer is not None and options.grow_after is not None:
+            from smalti_cluster.elastic.growth import Growth
+
+            self._growth = Growth.of_process()
         wanted = (options.time_limit, options.stop_before, options.grace_seconds)
         if info.writer is None or not any(each is not None for each in wanted):
             return
@@ -69,6 +75,8 @@ class Cluster:
     def on_step_boundary(self, state: RunState, boundary: StepBoundary) -> None:
         if self._limit is not None:
             self._limit.check(state, boundary)
+        if self._growth is not None:
+            self._growth.check(state, boundary)
 
     @hookimpl
     def on_checkpoint(self, checkpoint: Checkpoint) -> None:
@@ -79,7 +87,9 @@ class Cluster:
     def on_train_end(self) -> None:
         if self._limit is not None:
             self._limit.close()
-            self._limit = None
+        if self._growth is not None:
+            self._growth.close()
+        self._limit = self._growth = None
 
 
 plugin = Cluster()

@@ -9,7 +9,7 @@ import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from smalti import Config, DistributedPlan, PreflightError
+from smalti import Config, DistributedPlan, InUseError, PreflightError
 from smalti.config import SCHEDULER, LaunchOptions
 from smalti.launch import (
     DEFAULT_PORT,
@@ -65,7 +65,12 @@ class NodesSite(LaunchSite):
                 except BaseException:
                     self.nodes.close()  # its thread would go on trying to connect
                     raise
-        self.facts["network"] = check_main_address(self.config, self.environment)
+        try:
+            self.facts["network"] = check_main_address(self.config, self.environment)
+        except PreflightError:
+            if self.nodes is not None and not self.joins:
+                self.nodes.refuse_second()  # then its address is that of the other one
+            raise
 
     def plan(self, config: Config, distributed: DistributedPlan) -> LaunchPlan:
         plan, self.planned = self._planned(config, distributed), config
@@ -86,7 +91,12 @@ class NodesSite(LaunchSite):
         return plan_launch(config, distributed, self.directory.path, self.kind, self.environment, rendezvous)
 
     def begin(self, config: Config) -> RunWriter:
-        writer = super().begin(config)
+        try:
+            writer = super().begin(config)
+        except InUseError:
+            if self.nodes is not None and not self.joins:
+                self.nodes.refuse_second()
+            raise
         if self.nodes is not None:
             assert writer.record.started is not None, "the attempt has just begun"
             self.nodes.begin(writer.record.started)
@@ -105,10 +115,11 @@ class NodesSite(LaunchSite):
     def run(self, config: Config, plan: LaunchPlan, standby: StandbyLauncher | None) -> LaunchResult:
         with stop_on_drain(config):
             if self.group is not None:
-                present, attempt = (1, None) if self.nodes is None else (self.nodes.present, self.nodes.attempt)
+                nodes = self.nodes
+                present, attempt, late = (1, None, False) if nodes is None else (nodes.present, nodes.attempt, nodes.late)
                 self.group.writer = self.writer
                 try:
-                    return self.group.run(present, attempt, standby)
+                    return self.group.run(present, attempt, standby, late=late)
                 finally:
                     self.writer = self.group.writer
             launch = config[LaunchOptions]

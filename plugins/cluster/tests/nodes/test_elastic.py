@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import time
 from pathlib import Path
 
 import torch
@@ -59,6 +60,30 @@ def test_the_group_continues_without_a_lost_node(two_nodes, tmp_path):
     assert f"generation 2: 1 node of 1, 1 rank, gradient_accumulation_steps=2, from step {saved[0]}" in output
     assert "node 1" in output
     continued(two_nodes, run.directory, saved[0], nodes=(0,))
+
+
+def test_a_group_takes_back_a_node_that_waits_as_a_spare_and_loses_no_step(two_nodes, tmp_path):
+    own = {node: {"nodes": "1:2", "rendezvous_timeout": 6} for node in (0, 1)}
+    run = Run(two_nodes, tmp_path / "run", ranks=1, own=own, grow_after=1, **{**BATCH, "max_train_steps": 100_000})
+    two_nodes.kill(1)  # before it takes part
+    deadline = time.monotonic() + 90
+    while run.step < 2 and time.monotonic() < deadline:
+        time.sleep(0.1)
+    late = run.start_again(1)
+    while len(generations(run.directory)) < 2 and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert generations(run.directory) == [(1, 1, 2), (2, 2, 1)], run.outputs()
+    [saved] = [int(path.name.removeprefix("step-")) for path in RunDirectory(run.directory).checkpoints.glob("step-*")]
+    run.wait_for_step(saved + 2)
+    late.send_signal(signal.SIGTERM)
+    assert run.codes(60) == [6, 6], run.outputs()
+    first, second = run.outputs()
+    assert "this node is a spare: generation 1 trains without it, on 1 node" in second
+    assert f"from step {saved}; the group of nodes grows at step {saved}: node 1 can take part" in first
+    steps = [each.step for each in RunDirectory(run.directory).events() if each.kind == "step"]
+    assert len(steps) == len(set(steps)), "steps are made twice"
+    states = [each.text("state") for each in RunDirectory(run.directory).events() if each.kind == "state"]
+    assert states == ["starting", "running", "restarting", "restarting", "running", "stopped"]
 
 
 def probed(spoil: str, **more: str) -> dict[str, str]:

@@ -16,6 +16,7 @@ from smalti_doctor.checks.processes import processes
 from smalti_doctor.checks.processor import processor
 from smalti_doctor.checks.software import software
 from smalti_doctor.checks.storage import folders, storage
+from smalti_doctor.checks.topology import topology
 from smalti_doctor.masking import Mask
 from smalti_doctor.plugin_checks import plugin_findings
 from smalti_doctor.report import Report, Section
@@ -40,6 +41,7 @@ def diagnose_node(
         "software": (lambda: software(plugins), _SECONDS),
         "devices": (lambda: devices(use_cpu=use_cpu, seconds=seconds), seconds + _SECONDS),
         "processor": (processor, _SECONDS),
+        "topology": (topology, _SECONDS),
         "memory": (memory, _SECONDS),
         "storage": (lambda: storage(folders(output_dir)), _SECONDS),
         "host": (lambda: host(several_nodes=several), _SECONDS),

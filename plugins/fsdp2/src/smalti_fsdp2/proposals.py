@@ -103,11 +103,11 @@ def _communication(options: FsdpOptions, world: World, shards: int, item: int) -
 
 
 def _offloaded(strategy: Strategy) -> Strategy:
-    """The same with everything that trains in host memory; gradients are copied there as they are reduced."""
+    """The same with all weights in host memory; gradients are copied there as they are reduced."""
     return replace(
         strategy,
         name=f"{strategy.name}-offload",
         title=f"{strategy.title}, offloaded",
         options={**strategy.options, "fsdp_cpu_offload": True},
-        offloaded=frozenset(("weights", "gradients", "state")),
+        offloaded=frozenset(("weights", "gradients", "state", "frozen")),
     )

@@ -76,6 +76,9 @@ def test_a_rank_whose_clock_differs_is_late_only_when_its_record_does_not_change
         ({0: rank(idle=50, waits=True), 1: rank(idle=100, waits=True)}, (), False),
         ({0: rank(idle=100, waits=True)}, (1,), False),
         ({0: rank(idle=900), 1: rank("encoding", idle=10)}, (0, 1), False),
+        ({0: rank(idle=100, waits=True), 1: rank(idle=100, p95=None)}, (1,), True),
+        ({0: rank(idle=100, waits=True, p95=None), 1: rank(idle=100, p95=None)}, (1,), False),
+        ({0: rank(idle=100, waits=True, p95=30.0), 1: rank(idle=100, p95=None)}, (1,), False),
     ],
 )
 def test_a_hang_is_what_no_awaited_rank_can_be_expected_to_end(ranks, awaited, hang):

@@ -12,6 +12,7 @@ from smalti.cli import Command, CommandLine, write_output
 from smalti.data import catalog_of
 from smalti_migrate.commented_toml import as_json as json_of, as_toml
 from smalti_migrate.importing import import_files
+from smalti_migrate.rules import one_line
 from smalti_migrate.tables import tables_page
 
 
@@ -53,4 +54,7 @@ def import_(
         return
     write_output(as_toml(imported, schema), target, replace=force)
     if target is not None and imported.left:
-        click.echo(f"smalti: {len(imported.left)} things were not converted: see the end of {target}", err=True)
+        count = "1 thing was" if len(imported.left) == 1 else f"{len(imported.left)} things were"
+        click.echo(f"smalti: {count} not converted; the reasons are at the end of {target}:", err=True)
+        for left in imported.left:
+            click.echo(f"  {left.place}: {one_line(left.why)}", err=True)

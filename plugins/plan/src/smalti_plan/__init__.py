@@ -1,1 +1,1 @@
-"""What a run will need before it is launched: its memory, traffic and operations, on devices that need not be there."""
+"""What a run will need before it is launched: its memory, traffic and operations, on devices of any kind."""

@@ -66,7 +66,7 @@ def plan(
     everything: bool,
     as_json: bool,
 ) -> int:
-    """Say what fits, and what is fastest, on devices that need not be there.
+    """Say what fits, and what is fastest, on devices of this node or any other.
 
     CONFIG and options are those of `smalti train`; the effective batch is kept. Nothing is launched, and no weights are read.
     Formulas compare all ways to train. The best of them are rehearsed: their own code runs without values, for up to a

@@ -163,8 +163,8 @@ def _for_state(use: MemoryUse) -> Iterator[tuple[int, str]]:
         yield trained, f"--fsdp_cpu_offload: saves up to {readable(trained)}, much slower"
     if options.get("model_type") == "lora":
         if use.frozen and use.replicated and options.get("base_model_precision") == "no_change":
-            saved = use.frozen // 2
-            yield saved, f"--base_model_precision=int8-torchao: saves up to {readable(saved)} of frozen weights"
+            for precision, saved in (("int8-torchao", use.frozen // 2), ("nf4-torchao", use.frozen * 3 // 4)):
+                yield saved, f"--base_model_precision={precision}: saves up to {readable(saved)} of frozen weights"
     elif options.get("model_type") == "full" and "lora_rank" in options:
         saved = use.gradients + use.optimizer_state + use.ema
         yield saved, f"--model_type=lora: trains an adapter, saves almost all of {readable(saved)}"

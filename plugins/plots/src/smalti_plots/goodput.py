@@ -62,7 +62,7 @@ class Goodput:
 
     @property
     def share(self) -> float | None:
-        """The share of time in which steps were made that count; None before the first one."""
+        """The share of the time that was spent on steps that were kept; None before the first step."""
         productive = self.seconds.get("training", 0.0)
         return productive / self.total if productive > 0 else None
 

@@ -244,13 +244,15 @@ def what_it_registers_can_be_found_and_imported(subject: PluginSubject) -> None:
                 f"{what} is not in lower case with underscores",
             )
             expect(bool(entry.title), f"{what} has no title")
-            if not isinstance(entry, CacheEntry) or entry.factory or not entry.encoder:
+            if not isinstance(entry, CacheEntry) or entry.factory or not (entry.encoder or entry.order):
                 _import(entry.factory, what)
             if isinstance(entry, StorageEntry) and (entry.schemes or entry.open_run):
                 expect(bool(entry.schemes), f"{what}: open_run is never called without schemes")
                 _import(entry.open_run, f"{what}: open_run")
             if isinstance(entry, CacheEntry) and entry.encoder:
                 _import(entry.encoder, f"{what}: encoder")
+            if isinstance(entry, CacheEntry) and entry.order:
+                _import(entry.order, f"{what}: order")
 
 
 @PLUGIN.check

@@ -112,13 +112,14 @@ CHAPTERS = (
     Chapter(
         title="Caches",
         about="`register_caches` names a factory; the factory returns a `Cache`. The callable that `encoder` names "
-        "returns a `DataEncoder`.",
+        "returns a `DataEncoder`, the one that `order` names `Passes` or None.",
         classes=("smalti:CacheEntry", "smalti.plugins:Cache", "smalti:Cleared"),
         optional=(
             "smalti.data:DataEncoder",
             "smalti.data:Encoded",
             "smalti.data:CachedLatents",
             "smalti.data:CachedTexts",
+            "smalti.data:Passes",
         ),
         bases=("smalti.plugins:CacheFile",),
     ),
@@ -310,14 +311,34 @@ def _method_sections(owner: str, methods: list[ast.FunctionDef], chapter: Chapte
 
 
 def _fields(node: ast.ClassDef) -> Iterator[tuple[str, str, str, str]]:
-    """Name, type, default and meaning of each annotated attribute that instances have."""
+    """Name, type, default and meaning of each public annotated attribute that instances have."""
     for statement, after in zip(node.body, [*node.body[1:], None], strict=True):
         if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
-            kind = ast.unparse(statement.annotation)
-            if kind.startswith("ClassVar"):
+            kind = ast.unparse(_Plain().visit(statement.annotation))
+            if kind.startswith("ClassVar") or statement.target.id.startswith("_"):
                 continue
-            value = "" if statement.value is None else f"`{_value(statement.value)}`"
-            yield statement.target.id, kind, value or "required", _text(after)
+            default, meaning = _declared(statement.value)
+            value = "" if default is None else f"`{_value(default)}`"
+            yield statement.target.id, kind, value or "required", _text(after) or meaning
+
+
+class _Plain(ast.NodeTransformer):
+    """Annotations without the checks of their values: `Annotated[int, Field(ge=0)]` is `int`."""
+
+    def visit_Subscript(self, node: ast.Subscript) -> ast.AST:
+        self.generic_visit(node)
+        if ast.unparse(node.value) == "Annotated" and isinstance(node.slice, ast.Tuple):
+            return node.slice.elts[0]
+        return node
+
+
+def _declared(value: ast.expr | None) -> tuple[ast.expr | None, str]:
+    """The default and the help of a field; those of `_key(DEFAULT, help=...)` are its arguments."""
+    if not isinstance(value, ast.Call) or not ast.unparse(value.func).startswith("_"):
+        return value, ""
+    texts = [each.value for each in value.keywords if each.arg == "help"]
+    help_text = texts[0].value if texts and isinstance(texts[0], ast.Constant) else ""
+    return (value.args[0] if value.args else None), str(help_text)
 
 
 def _value(node: ast.expr) -> str:

@@ -24,7 +24,7 @@ def ui(roots: tuple[Path, ...], host: str, port: int, opens: bool, as_json: bool
     """The web page: configure, plan, launch, watch and compare runs.
 
     Runs are searched below each ROOT, by default the current folder; a ROOT may be made later. Files elsewhere are not shown.
-    The printed link works once and for one browser. Ctrl-C ends the page, and no run.
+    The printed link works once and for one browser. Ctrl-C stops the page; runs continue.
     """
     from smalti_webui.server.serve import serve
 

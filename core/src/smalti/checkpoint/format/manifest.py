@@ -42,14 +42,11 @@ ALGORITHMS = ("blake3", "sha256")
 _MAX_SIZE = 16 * 2**20
 
 
-_Count = Annotated[int, Field(ge=0)]
-
-
 @dataclass(frozen=True, kw_only=True)
 class FileRecord:
     """One file of a checkpoint: its size in bytes, and its digest of 32 bytes in hexadecimal, by one of the `ALGORITHMS`."""
 
-    size: _Count
+    size: Annotated[int, Field(ge=0)]
     digest: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
     algorithm: str = ALGORITHMS[0]
 
@@ -62,7 +59,7 @@ class Manifest:
     are not part of the checkpoint. `created` is UTC in ISO 8601, for information only: the order is that of the steps.
     """
 
-    step: _Count
+    step: Annotated[int, Field(ge=0)]
     world_size: Annotated[int, Field(ge=1)]
     files: Mapping[str, FileRecord]
     created: str = ""

@@ -144,19 +144,20 @@ def write_examples(formatter: click.HelpFormatter, examples: Sequence[str]) -> N
 
 def write_options(formatter: click.HelpFormatter, options: Mapping[OptionGroup, Sequence[Option]], *, whole: bool) -> None:
     """Write a section for each group; with `whole`, everything about each option."""
+    column = min(_TERM, formatter.width // 3)  # on a narrow terminal the texts need the room: long words would be broken
     for group, members in options.items():
         with formatter.section(group.title):
-            formatter.write_dl([_entry(option, whole=whole) for option in members])
+            formatter.write_dl([_entry(option, column, whole=whole) for option in members], column)
 
 
-def _entry(option: Option, *, whole: bool) -> tuple[str, str]:
+def _entry(option: Option, column: int, *, whole: bool) -> tuple[str, str]:
     from smalti.cli.pages.options import facts
 
     kind, chosen = option.kind.upper(), option.choices
     if chosen:
         kind = "|".join(chosen) if len(f"--{option.name}={'|'.join(chosen)}") <= _TERM else "CHOICE"
     term = f"--[no_]{option.name}" if option.is_flag else f"--{option.name}={kind}"
-    return f"{term:<{_TERM}}", " ".join(facts(option, choices=kind == "CHOICE", whole=whole))
+    return f"{term:<{column}}", " ".join(facts(option, choices=kind == "CHOICE", whole=whole))
 
 
 # --- terminals ------------------------------------------------------------------------------------------------------

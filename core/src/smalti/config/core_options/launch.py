@@ -72,8 +72,7 @@ def cuda_graph_problem(options: LaunchOptions, reason: str) -> Problem | None:
 
 def launch_problems(launch: LaunchOptions) -> list[Problem]:
     """What in these numbers cannot be launched."""
-    problems = []
-    if launch.num_processes % launch.num_machines:
-        message = f"num_processes={launch.num_processes} does not divide over num_machines={launch.num_machines}"
-        problems.append(Problem(message=message, fix="num_processes counts the ranks of all nodes"))
-    return problems
+    if launch.num_processes % launch.num_machines == 0:
+        return []
+    message = f"num_processes={launch.num_processes} does not divide over num_machines={launch.num_machines}"
+    return [Problem(message=message, fix="num_processes counts the ranks of all nodes")]

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from smalti.data.order import Beginning, BucketSamples, GlobalBatch, Order, Version
+from smalti.data.order import Beginning, BucketSamples, GlobalBatch, Order
 from smalti.errors import PreflightError
 
 
@@ -47,20 +47,14 @@ class Phase:
 
 
 class ScheduledOrder(Order):
-    """All batches of a run, by position; `spans` are those of the datasets, by their position. `buckets` are of all phases."""
+    """All batches of a run, by position; `spans` are those of the datasets, by their position.
 
-    def __init__(
-        self,
-        buckets: Sequence[BucketSamples],
-        *,
-        spans: Sequence[Span],
-        seed: int,
-        effective_batch: int,
-        version: Version | None = None,
-        beginning: Beginning | None = None,
-    ) -> None:
-        super().__init__(buckets, seed=seed, effective_batch=effective_batch, version=version, beginning=beginning)
-        self.schedule = repr(list(spans))
+    `buckets` are of all phases; `settings` the other arguments of `Order`.
+    """
+
+    def __init__(self, buckets: Sequence[BucketSamples], *, spans: Sequence[Span], **settings: Any) -> None:
+        super().__init__(buckets, **settings)
+        self.schedule += repr(list(spans))
         self._spans = tuple(spans)
         self.phases = tuple(self._phases())
 
@@ -119,7 +113,7 @@ class ScheduledOrder(Order):
             fix = "a smaller batch, more repeats of them, or other values of start_step, start_epoch, end_step and end_epoch"
             raise PreflightError(message, fix=fix)
         beginning = start if start.position else None
-        order = Order(full, seed=self.seed, effective_batch=self.effective_batch, version=self.version, beginning=beginning)
+        order = Order(full, version=self.version, beginning=beginning, **super()._settings())
         return Phase(start=start, order=order, left_out=tuple(one for one in present if one not in full))
 
     def _next(self, phase: Phase, active: Sequence[bool]) -> Beginning | None:

@@ -92,7 +92,7 @@ def _sample_parts(indexes: Sequence[DatasetIndex]) -> Iterator[object]:
 
 
 def _earlier_order(indexes: Sequence[DatasetIndex], order: Order, first: str) -> str:
-    state = sha256(first.encode())
+    state = sha256(f"{first}{order.passes or ''}".encode())
     for index in indexes:
         _add_keys(state, index)
     for content in order.buckets:

@@ -15,7 +15,6 @@ from contextlib import contextmanager
 import torch
 
 _KEPT = 200
-_ENOUGH = 5
 _WITH_TIMED_EVENTS = ("cuda", "xpu")
 """Accelerators, ROCm's among them, whose events tell the time between them."""
 
@@ -31,9 +30,9 @@ class StepTimes:
 
     @property
     def p95(self) -> float | None:
-        """Their 95th percentile; None while there are too few. The first step counts only at the beginning."""
+        """Their 95th percentile; None before the first. That one, which can be long, counts only at the beginning."""
         known = sorted(self._seconds.copy())
-        return known[math.ceil(0.95 * len(known)) - 1] if len(known) >= _ENOUGH else None
+        return known[math.ceil(0.95 * len(known)) - 1] if known else None
 
 
 class ForwardTime:

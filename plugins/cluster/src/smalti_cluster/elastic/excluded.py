@@ -12,12 +12,18 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from smalti import FaultLoopError
+from smalti import ExitCode, UserError
 from smalti.system import load_json, read_regular, write_json_atomically
 from smalti_health import CircuitFault
 
 EXCLUDED = "excluded.json"
 _log = logging.getLogger(__name__)
+
+
+class FaultLoopError(UserError):
+    """This node has left the group of the run because its accelerator failed."""
+
+    exit_code = ExitCode.FAULT_LOOP
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,7 +1,7 @@
 """The generations of a run: each is one launch of the ranks on the nodes that are there, until none starts again.
 
     nodes/generation.json   the current generation: who is the host, where its store is, how many nodes meet
-    nodes/waiting-RANK      written again and again by a node that waits for the next one
+    nodes/waiting-RANK      written again and again by a node that waits for the next one, see `waiting`
 
 The launcher that owns the run directory is the host. It writes the file when all others have said at the end of a generation
 whether they go on (`smalti_cluster.elastic.rendezvous`). If the host is lost or leaves, the next launcher that acquires the run
@@ -13,7 +13,7 @@ Importing this module imports no torch.
 from __future__ import annotations
 
 import json
-import secrets
+import signal
 import socket
 import sys
 import tempfile
@@ -40,19 +40,27 @@ from smalti.launch import (
 from smalti.rundir import ENDINGS, POLL_SECONDS, STALE_SECONDS, RunDirectory, RunWriter
 from smalti.system import atomic_write, write_json_atomically
 from smalti_cluster.elastic.excluded import exclude
-from smalti_cluster.elastic.messages import GENERATION_FILE, Generation, GroupEnd, Place, read_generation, read_group_end
+from smalti_cluster.elastic.messages import (
+    GENERATION_FILE,
+    Generation,
+    GroupEnd,
+    Place,
+    grows,
+    read_generation,
+    read_group_end,
+)
 from smalti_cluster.elastic.policy import decide, fault_of_node
 from smalti_cluster.elastic.sizes import Sizes
+from smalti_cluster.elastic.waiting import WaitingNodes
 from smalti_cluster.nodes.network import route_to
 from smalti_cluster.nodes.node_0 import LaunchOfNode0
 from smalti_cluster.options import ClusterOptions, node_range
 
 _TURN_SECONDS = 0.5
 """Nodes try one after another to become the host, so that two seldom meet."""
-_COUNT_SECONDS = 20.0
-"""A new host waits this long for the others, if fewer than it expects are there."""
 _BEAT_SECONDS = 1.0
-"""How often a node that waits for the next generation shows that it is there."""
+"""How often the heartbeat of the host is read."""
+_STOPPED = "stopped while the group of nodes was formed; saved checkpoints are intact"
 _SAVE_SECONDS = 30.0
 """A checkpoint that is being saved by a rank of the last generation is waited for, as long as it grows within this time."""
 
@@ -80,15 +88,21 @@ class Group:
         self._cluster, self._most = config[ClusterOptions], node_range(config)[1]
         self._several = self._most > 1
         self._received: list[int] = []
+        self._late = False
 
-    def run(self, present: int, attempt: float | None, standby: StandbyLauncher | None) -> LaunchResult:
-        """Run to the end of the last generation. `present` nodes start, `attempt` is that of the first host."""
+    def run(self, present: int, attempt: float | None, standby: StandbyLauncher | None, *, late: bool = False) -> LaunchResult:
+        """Run to the end of the last generation. `present` nodes start, `attempt` is that of the first host.
+
+        `late`: the group trains already, and this node is a spare until it starts again.
+        """
+        self._late = late
         with received_signals() as self._received:
             found = self._first(present) if self.writer is not None else self._next_of_host(attempt)
             while isinstance(found, Generation):
                 begun = time.time()
                 ended, group = self._run(found, begun, standby)
                 found, standby = self._after(found, ended, group, begun), None
+                self._late = False
         return found
 
     # --- one generation ---------------------------------------------------------------------------------------------
@@ -140,6 +154,9 @@ class Group:
             directory=str(self._directory.path),
             begun=begun,
             end=str(file),
+            late=self._late,
+            sizes=tuple(sorted(self._sizes.configs)),
+            grow_after=self._cluster.grow_after,
         )
 
     def _chosen(self, generation: Generation, config: Config) -> dict[str, tuple[object, str]]:
@@ -154,6 +171,9 @@ class Group:
 
     def _announce(self, generation: Generation, config: Config) -> None:
         """Print what the generation is, but for the first one of all nodes; the host writes an event."""
+        if self._late:
+            print(f"smalti: {self._as_spare(generation)}", file=sys.stderr, flush=True)
+            return
         launch, accumulation = config[LaunchOptions], config[TrainingOptions].gradient_accumulation_steps
         step = self._newest_step()
         where = f"{_nodes(generation.used)} of {generation.present}" if self._several else "this node"
@@ -175,6 +195,15 @@ class Group:
                 message=line,
             )
 
+    def _as_spare(self, generation: Generation) -> str:
+        """What a node waits for that has come while the group trains."""
+        after = self._cluster.grow_after
+        until = "a node is lost (with --grow_after=30m, the group would start again for this one)"
+        if after is not None:
+            until = f"a node is lost, or this generation has trained for {after} s (--grow_after) and can use more nodes"
+        group = f"generation {generation.number} trains without it, on {_nodes(generation.used)}"
+        return f"this node is a spare: {group}. It waits until {until}"
+
     def _resume_from(self, generation: Generation) -> str:
         """The checkpoint with which a later generation begins: the newest of this launch. "" for that of the options."""
         if generation.number == 1 or self._config[RunOptions].resume_from_checkpoint == "latest":
@@ -195,6 +224,9 @@ class Group:
             code, message = ExitCode.KILLED, group.error or "this node was a spare"
         fault = fault_of_node(self._directory.path, ended.ranks, begun)
         decision = group.decision if group is not None else decide(code, faulty=fault is not None, alone=not self._several)
+        if self._received and grows(code, message):
+            interrupted = self._received[0] == signal.SIGINT
+            return ExitCode.INTERRUPTED if interrupted else ExitCode.PREEMPTED, _STOPPED
         if decision == "end" or self._received:
             return code, message
         if decision == "leave":
@@ -226,7 +258,7 @@ class Group:
         """On the host: the generation after the last one. The result of the run if there is none."""
         assert self.writer is not None
         step = self._step()
-        restarts = 1 if step > last.step else last.restarts + 1
+        restarts = 0 if grows(code, message) else 1 if step > last.step else last.restarts + 1
         if restarts > self._cluster.restarts:
             again = f"--max_restarts={self._cluster.restarts}"
             return code, f"{message}\n  the group is not started again: no step since {last.restarts} restarts ({again})"
@@ -280,7 +312,7 @@ class Group:
             if silence > turn and saves.quiet() and (host := self._become_host(found or last, waiting)) is not None:
                 return host
             time.sleep(POLL_SECONDS)
-        return ExitCode.PREEMPTED, "stopped while the group of nodes was formed; saved checkpoints are intact"
+        return ExitCode.PREEMPTED, _STOPPED
 
     def _result(self, attempt: float | None) -> LaunchResult | None:
         """What the host has ended the run with; None if it has not."""
@@ -338,41 +370,6 @@ class Group:
 
         entries = CheckpointStore(self._directory.checkpoints).all()
         return entries[-1].step if entries else 0
-
-
-class WaitingNodes:
-    """The nodes that wait for the next generation, in this folder. Clocks are not compared: what changes is there."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._beat = 0
-        self._shown = -_BEAT_SECONDS
-
-    def show(self, machine_rank: int) -> None:
-        """Show that this node is there; to be called often."""
-        if time.monotonic() - self._shown < _BEAT_SECONDS:
-            return
-        self._shown, self._beat = time.monotonic(), self._beat + 1
-        with suppress(OSError):  # then this node is not counted, and waits as a spare
-            self._folder.mkdir(exist_ok=True)
-            Path(self._folder, f"waiting-{machine_rank}").write_text(f"{secrets.token_hex(4)} {self._beat}")
-
-    def count(self, expected: int, *, except_rank: int) -> int:
-        """How many others are there. Waits `_COUNT_SECONDS` if they are fewer than expected."""
-        before, there = self._read(except_rank), set[str]()
-        deadline = time.monotonic() + _COUNT_SECONDS
-        while len(there) < expected and time.monotonic() < deadline:
-            time.sleep(POLL_SECONDS)
-            there |= {name for name, text in self._read(except_rank).items() if text and before.get(name) != text}
-        return len(there)
-
-    def _read(self, except_rank: int) -> dict[str, str]:
-        found = {}
-        for path in self._folder.glob("waiting-*"):
-            with suppress(OSError):
-                found[path.name] = path.read_text()
-        found.pop(f"waiting-{except_rank}", None)
-        return found
 
 
 class SaveWatch:

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
+from smalti import ExitCode
 from smalti.rundir import GROUP_VARIABLE
 from smalti.system import load_json, read_regular, write_json_atomically
 
@@ -21,6 +23,18 @@ GENERATION_FILE = Path("nodes", "generation.json")
 
 Decision = Literal["again", "leave", "end"]
 """What a node does after a generation: it takes part in the next one, it leaves the others to it, or the run is over."""
+_GROWS = "the group of nodes grows at step "
+
+
+def growth(step: int, nodes: Sequence[int]) -> str:
+    """With which message a generation is stopped so that nodes that wait can take part."""
+    names = ", ".join(f"node {each}" for each in nodes)
+    return f"{_GROWS}{step}: {names} can take part"
+
+
+def grows(code: ExitCode, message: str) -> bool:
+    """Whether a generation has ended only for that. A signal in the same step has another code."""
+    return code is ExitCode.STOPPED and message.startswith(_GROWS)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +78,8 @@ def read_generation(directory: Path) -> Generation | None:
 class Place:
     """A node in a generation. `address` is its own, `most` the number of nodes that the run may have, `seconds` how long it
     waits for the others, `directory` that of the run, `begun` when it was started (in unix seconds), `end` the file for its
-    `GroupEnd`.
+    `GroupEnd`. `late`: the generation trains already, so this node waits. `sizes` are the usable numbers of nodes, `grow_after`
+    is the option.
     """
 
     generation: Generation
@@ -76,6 +91,9 @@ class Place:
     directory: str
     begun: float
     end: str
+    late: bool = False
+    sizes: tuple[int, ...] = ()
+    grow_after: int | None = None
 
     @property
     def is_host(self) -> bool:
@@ -88,7 +106,7 @@ class Place:
         if text is None:
             return None
         content = load_json(text)
-        return cls(**{**content, "generation": Generation(**content["generation"])})
+        return cls(**{**content, "generation": Generation(**content["generation"]), "sizes": tuple(content["sizes"])})
 
     def variables(self) -> dict[str, str]:
         return {GENERATION_VARIABLE: json.dumps(asdict(self))}

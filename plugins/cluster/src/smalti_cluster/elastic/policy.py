@@ -6,18 +6,21 @@ import socket
 from pathlib import Path
 
 from smalti import ExitCode
-from smalti_cluster.elastic.messages import Decision
+from smalti_cluster.elastic.messages import Decision, grows
 from smalti_health import CircuitFault, read_circuits
 
 _AGAIN = (ExitCode.KILLED, ExitCode.GPU_FAULT)
 """After all other codes a new start would end in the same way, or nobody wants one."""
 
 
-def decide(code: ExitCode, *, faulty: bool, alone: bool) -> Decision:
+def decide(code: ExitCode, message: str = "", *, faulty: bool, alone: bool) -> Decision:
     """What this node does. `faulty`: one of its accelerators has failed. `alone`: the run has no other node.
 
     Lost ranks and nodes start the group again. A node with a failed accelerator leaves the group to the others.
+    `message` is that of the end: a group that was stopped in order to grow starts again.
     """
+    if grows(code, message):
+        return "again"
     if code not in _AGAIN or (code is ExitCode.GPU_FAULT and alone):
         return "end"
     return "leave" if faulty else "again"

@@ -33,8 +33,9 @@ from smalti.system import (
     read_killed,
     read_lost_peers,
 )
-from smalti_cluster.elastic.messages import GroupEnd, Place
+from smalti_cluster.elastic.messages import GENERATION_FILE, GroupEnd, Place
 from smalti_cluster.elastic.policy import decide, fault_of_node
+from smalti_cluster.elastic.waiting import WaitingNodes
 from smalti_cluster.nodes.node_watch import begin_watch, end_watch
 
 KEEP_ALIVE_SECONDS = 5
@@ -72,6 +73,7 @@ class GroupMember:
         self._end = GroupEnd()
         self._handler: Any = None
         self._local = 1
+        self._trains = threading.Event()
 
     # --- torch ------------------------------------------------------------------------------------------------------
 
@@ -145,6 +147,8 @@ class GroupMember:
         self._handler, place = handler, self._place
         try:
             handler._store.set(f"{_HERE}{place.machine_rank}", repr(handler._this_node))
+            if place.late:
+                self._show_waiting()
             found = meet(handler)
         except (RendezvousError, RuntimeError) as error:
             reason = str(error).partition("\n")[0].strip() or type(error).__name__
@@ -157,6 +161,7 @@ class GroupMember:
         rank = order.index(place.machine_rank)
         if rank >= used:
             self._wait_as_spare()
+        self._trains.set()
         self._end = replace(self._end, first_rank=rank * self._local, count=self._local)
         preallocate(self._folder, self._end.ranks)
         begin_watch(handler._store, rank, min(used, found.world_size))
@@ -164,9 +169,20 @@ class GroupMember:
             store, rank, min(used, found.world_size), RendezvousStoreInfo(place.generation.address, place.generation.port)
         )
 
+    def _show_waiting(self) -> None:
+        """Let the main rank know that this node waits, as long as no ranks start here."""
+        waiting = WaitingNodes(Path(self._place.directory, GENERATION_FILE).parent)
+
+        def show() -> None:
+            while not self._trains.wait(_POLL_SECONDS):
+                waiting.show(self._place.machine_rank)
+
+        threading.Thread(target=show, name="smalti-waiting", daemon=True).start()
+
     def _wait_as_spare(self) -> None:
         """Until the generation is over. Ends the process."""
         print("smalti: this node is a spare: it waits until it can take the place of another", file=sys.stderr, flush=True)
+        self._show_waiting()
         with suppress(Exception):  # then the store is gone, and with it the host
             while not self._handler.is_closed():
                 time.sleep(_POLL_SECONDS)
@@ -185,7 +201,7 @@ class GroupMember:
             reports = read_exit_reports(folder)
             code, message = summarize_exits(reports, status, end.ranks, read_killed(folder), read_hooks(folder, end.ranks))
         faulty = fault_of_node(Path(place.directory), end.ranks, place.begun) is not None
-        self._end = replace(end, decision=decide(code, faulty=faulty, alone=place.most == 1))
+        self._end = replace(end, decision=decide(code, message, faulty=faulty, alone=place.most == 1))
         if self._handler is not None:
             post = {"decision": self._end.decision, "code": int(code), "message": message, "name": place.name}
             self._post(json.dumps(post))

@@ -89,7 +89,7 @@ def launch() -> None:
 @click.option(
     "--sbatch",
     multiple=True,
-    help="A further #SBATCH line, such as --gres=gpu:8 where GPUs are asked for like that. May be repeated.",
+    help="A further #SBATCH line. --gres=gpu:8 replaces --gpus-per-node, which not every site has. May be repeated.",
 )
 @click.option("--setup", multiple=True, help='A line of shell that runs first, as in "module load cuda". May be repeated.')
 def slurm(

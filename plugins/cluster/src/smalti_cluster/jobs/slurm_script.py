@@ -59,6 +59,7 @@ while :; do
         exit 5
     fi
     begun=$(date +%s)
+    # shellcheck disable=SC2016 # each node has its own SLURM_NODEID
     srun --nodes="$nodes" --ntasks="$nodes" --ntasks-per-node=1 ${{usable:+--nodelist="$usable"}} \\
         --cpu-bind=none --kill-on-bad-exit=0{no_kill} \\
         bash -c 'exec "$@" --machine_rank="$SLURM_NODEID"' smalti \\
@@ -134,11 +135,12 @@ def job_script(job: Job, options: SlurmOptions, *, program: Sequence[str], folde
 
 
 def _directives(job: Job, options: SlurmOptions) -> list[str]:
+    by_gres = any(line.startswith("--gres") for line in options.directives)
     values: dict[str, object] = {
         "job-name": job.name,
         "nodes": job.nodes + options.spares,
         "ntasks-per-node": 1,
-        "gpus-per-node": job.gpus or "",
+        "gpus-per-node": "" if by_gres else job.gpus or "",
         "cpus-per-task": options.cpus_per_task or "",
         "mem": options.mem,
         "partition": options.partition,

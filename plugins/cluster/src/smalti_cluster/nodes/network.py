@@ -113,8 +113,8 @@ def check_main_address(config: Config, environment: Mapping[str, str]) -> str:
     if _is_node_0(config) and not _is_own(address):
         raise PreflightError(
             f"main_process_ip={address} is not an address of this node, which is node 0; {has}",
-            fix=f"give one of these on all nodes, or start node 0 where {address} is; {GLOO_VARIABLE} and {NCCL_VARIABLE} name "
-            "the interface where the address is forwarded to this node",
+            fix=f"give this node its own --machine_rank if {address} is another one; else give one of these on all nodes; "
+            f"{GLOO_VARIABLE} and {NCCL_VARIABLE} name the interface where the address is forwarded to this node",
         )
     only = ", the loopback: all nodes have to be on this machine" if _is_loopback(interface.address) else ""
     return f"{how}{only}"

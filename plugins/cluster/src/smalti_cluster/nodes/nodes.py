@@ -1,6 +1,7 @@
 """What the nodes of a launch agree on in the run directory that they share, before any of them starts a rank.
 
     nodes/node-K.json   which node K is: its host, version, plugins and options; replaced by each launch
+    nodes/refused-T     the host of another node 0, which has ended; node 0 says so and removes the file
 
 Node 0 waits for the others, compares, and enters into its own file with whom it starts. A node that differs is named on all
 nodes with what differs. So torch's rendezvous, which only knows how many nodes have come, begins when all are there. What files
@@ -17,6 +18,7 @@ import secrets
 import socket
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -35,6 +37,8 @@ from smalti_cluster.schedulers.hostlist import expand_hostlist
 
 _CHECK_SECONDS = 2.0
 """How often node 0 looks at the others while it scans the data."""
+_TAKEN_SECONDS = 6.0
+"""How long another node 0 is looked for, which changes its heartbeat every 5 seconds."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +80,10 @@ def wait_for_node_0(directory: RunDirectory, seconds: float, check: Callable[[],
 
 
 class Nodes:
-    """The nodes of a launch, as seen by this one. `kind` is that of its accelerators. Close it before ranks start."""
+    """The nodes of a launch, as seen by this one. `kind` is that of its accelerators. Close it before ranks start.
+
+    `late`: others train already, and this node waits for the next generation of the group.
+    """
 
     def __init__(self, directory: RunDirectory, config: Config, plugins: Plugins, kind: str = "cpu") -> None:
         self._directory = directory
@@ -86,6 +93,8 @@ class Nodes:
         self._checks = NodeChecks(directory.path, config, plugins, kind)
         self._notice = Notice()
         self._announced = 0.0
+        self._refused: list[str] = []
+        self.late = False
         self._least, self.present = node_range(config)
         self._timeout, self._elastic = config[ClusterOptions].rendezvous_timeout, is_elastic(config)
         self._others = set(range(self.present)) - {self._options.machine_rank}
@@ -114,6 +123,20 @@ class Nodes:
         self._checks.listen()
         self.announce(attempt)
 
+    def refuse_second(self) -> None:
+        """Raise ConfigError if another process waits for nodes as node 0 of this directory, which then learns of this one."""
+        deadline = time.monotonic() + _TAKEN_SECONDS
+        while time.monotonic() < deadline:
+            heartbeat, other = self._directory.watch_heartbeat(), self._read(0)
+            if heartbeat is not None and other is not None and other.attempt == heartbeat.started:
+                if other.agreed or other.token == self._own.token:
+                    return  # a launch that is complete, and this one
+                if heartbeat.alive() or self._directory.heartbeat_watch.changed:
+                    with suppress(OSError):
+                        write_json_atomically(self._folder / f"refused-{self._own.token}", self._own.host)
+                    raise ConfigError([_taken(other, self.present)])
+            time.sleep(POLL_SECONDS)
+
     def announce(self, attempt: float) -> None:
         """Write that this node takes part in an attempt."""
         self._announced = time.monotonic()
@@ -127,6 +150,7 @@ class Nodes:
             nonlocal looked
             if time.monotonic() - looked > _CHECK_SECONDS:
                 self._compare(self._present())
+                self._say_refused()
                 self._checks.connected()
                 looked = time.monotonic()
             progress(done, total)
@@ -146,11 +170,13 @@ class Nodes:
             connected = self._checks.connected()
             present = {rank: node for rank, node in present.items() if rank in connected}
             missing = sorted(self._others - present.keys())
+            self._say_refused()
             if not missing or (waited > seconds and len(present) + 1 >= self._least):
                 break
             if waited > seconds:
+                started_as_0 = f"; {', '.join(self._refused)} had --machine_rank=0" if self._refused else ""
                 raise PreflightError(
-                    f"{self._named(missing)} did not start within {seconds} s",
+                    f"{self._named(missing)} did not start within {seconds} s{started_as_0}",
                     fix=f"start the same command there with --machine_rank={missing[0]} and the same --output_dir, on shared "
                     "storage; --rendezvous_timeout waits longer",
                 )
@@ -159,6 +185,16 @@ class Nodes:
         self._checks.run(events)
         self.present = len(present) + 1
         self._write(replace(self._own, agreed={str(rank): node.token for rank, node in present.items()}))
+
+    def _say_refused(self) -> None:
+        """Say which other nodes had the number of this one. They have ended."""
+        for file in sorted(self._folder.glob("refused-*")):
+            with suppress(OSError, ValueError):
+                host = str(load_json(read_regular(file)))
+                file.unlink()
+                self._refused.append(host)
+                message = f"{host}, was started with --machine_rank=0 too, and has ended"
+                click.echo(f"smalti: {message}; start it with its own number. This node continues to wait", err=True)
 
     def _named(self, ranks: list[int]) -> str:
         """Nodes with the hosts on which they are expected: those of the scheduler, else those of the last launch."""
@@ -214,6 +250,7 @@ class Nodes:
     def _join(self) -> None:
         if self._elastic and (running := running_group(self._directory)) is not None:
             self.announce(running.attempt)  # later than the others: for the next generation
+            self.late = True
             return
         self._checks.connect()
         for waited in _while_node_0_lives(self._directory, self._timeout):
@@ -311,6 +348,16 @@ def running_group(directory: RunDirectory) -> Generation | None:
     if found is None or found.handed_over or heartbeat is None or heartbeat.alive() is False:
         return None
     return found if heartbeat.started == found.attempt else None
+
+
+def _taken(other: Node, nodes: int) -> Problem:
+    """The problem of a second node 0."""
+    ranks = "1" if nodes == 2 else f"a number from 1 to {nodes - 1}"
+    return Problem(
+        message=f"--machine_rank=0 is taken by {other.host}, which waits for the other nodes of this launch",
+        fix=f"give this node its own --machine_rank, {ranks}; for another run, choose another --output_dir",
+        option="machine_rank",
+    )
 
 
 def _while_node_0_lives(directory: RunDirectory, seconds: float) -> Iterator[float]:

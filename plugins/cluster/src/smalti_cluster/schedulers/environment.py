@@ -34,21 +34,6 @@ def scheduled_nodes(environment: Mapping[str, str]) -> ScheduledNodes | None:
     return _slurm(environment) or _kubernetes(environment) or _torchrun(environment)
 
 
-def rank_launcher(environment: Mapping[str, str]) -> tuple[str, str] | None:
-    """The launcher that has started this process as one of several ranks, and how many it starts ("N" if it does not say).
-
-    None where one process was started on the node, as by SLURM, Kubernetes or `torchrun --nproc-per-node=1`. With
-    `accelerate launch` one process counts too, as what it is told of precision and kinds of ranks has no effect.
-    """
-    ranks = environment.get("WORLD_SIZE", "N")
-    if "ACCELERATE_DYNAMO_MODE" in environment and "ACCELERATE_MIXED_PRECISION" in environment:
-        return "accelerate launch", ranks
-    local = _first(environment, "LOCAL_WORLD_SIZE", "LOCAL_SIZE")  # the second is DeepSpeed's
-    if "LOCAL_RANK" not in environment or local is None or local[1] == "1":
-        return None
-    return "torchrun" if "TORCHELASTIC_RUN_ID" in environment else "another launcher", ranks
-
-
 def _slurm(environment: Mapping[str, str]) -> ScheduledNodes | None:
     """The job step that srun has started, with one task on each node. A batch script alone is not a step."""
     step, job = environment.get("SLURM_STEP_ID"), environment.get("SLURM_JOB_ID", "")

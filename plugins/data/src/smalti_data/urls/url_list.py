@@ -10,6 +10,7 @@ import hashlib
 import json
 import logging
 import posixpath
+import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
@@ -43,7 +44,6 @@ from smalti.data import (
     visible,
     wrong_values,
 )
-from smalti.rundir import ReportTimer
 from smalti.system import atomic_write, load_json
 from smalti_data.file_names import extension_of, with_extension
 from smalti_data.keys import UrlListKeys
@@ -57,6 +57,7 @@ FAILED = "failed.jsonl"
 """The list of what cannot be downloaded, in the folder of the images."""
 _GIVE_UP = 64
 """So many failures in a row that may pass mean that this machine has no connection."""
+_REPORT_SECONDS = 10.0
 _WINDOW = 1 << 16
 _DIGESTS = {32: "md5", 40: "sha1", 64: "sha256", 128: "sha512"}
 _ROWS = pa.schema([("name", pa.string()), ("url", pa.string()), ("digest", pa.string()), ("captions", pa.list_(pa.string()))])
@@ -326,17 +327,20 @@ class _Progress:
         self._dataset = dataset
         self._total = total
         self._done = self._failed = self._bytes = 0
-        self._timer = ReportTimer()
+        self._started = self._reported = time.monotonic()
 
     def add(self, size: int | None) -> None:
         """Count an image of this size in bytes; None failed."""
         self._done += 1
         self._failed += size is None
         self._bytes += size or 0
-        if self._timer.due():
+        now = time.monotonic()
+        if now - self._reported >= _REPORT_SECONDS:
+            self._reported = now
+            left = (now - self._started) / self._done * (self._total - self._done)
             _log.warning(
                 "dataset %s: %d of %d images downloaded (%d failed, %.2f GB), about %d minutes left", self._dataset, self._done,
-                self._total, self._failed, self._bytes / 1e9, round(self._timer.left(self._done, self._total) / 60),
+                self._total, self._failed, self._bytes / 1e9, round(left / 60),
             )  # fmt: skip
 
 

@@ -123,7 +123,7 @@ def storage(model: nn.Module, blocks: Collection[str], precision: Precision, unq
 def check_device(precision: Precision, kind: str) -> None:
     """Raises UserError where this kind of device cannot keep weights so."""
     if precision == "fp8-torchao" and kind == "mps":
-        raise UserError("MPS devices have no type of 8 bits with a point", fix="--base_model_precision=int8-torchao")
+        raise UserError("MPS devices have no 8-bit floating-point type", fix="--base_model_precision=int8-torchao")
 
 
 def _frozen(model: nn.Module, blocks: Collection[str]) -> Iterator[tuple[str, nn.Linear]]:

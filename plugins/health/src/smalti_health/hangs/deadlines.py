@@ -31,7 +31,7 @@ class Deadlines:
     given: Mapping[str, float] = field(default_factory=dict)
 
     def seconds(self, phase: str, *, p95: float | None = None) -> float | None:
-        """The deadline of a phase; None if it has none. `p95` is that of the latest steps, None while there are too few."""
+        """The deadline of a phase; None if it has none. `p95` is that of the latest steps, None before the first."""
         if phase == "training" and p95 is None:
             phase = FIRST_STEP
         seconds = self.given.get(phase, DEFAULTS.get(phase, 0))

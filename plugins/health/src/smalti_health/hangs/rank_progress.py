@@ -77,17 +77,19 @@ class Standstill:
 def standstill(ranks: Mapping[int, RankProgress], size: int, deadlines: Deadlines, now: float) -> Standstill:
     """What the published records say. A rank without one is awaited; the deadline of an awaited rank is that of its phase.
 
-    Where all ranks wait, for a network or for each other, each is held to its own deadline.
+    Where all ranks wait, for a network or for each other, each is held to its own deadline. All have made a step if one has.
     """
+    p95 = max((known.p95 for known in ranks.values() if known.p95 is not None), default=None)
     waiting = tuple(rank for rank in range(size) if rank in ranks and ranks[rank].waits)
     awaited = tuple(rank for rank in range(size) if rank not in waiting)
     held = awaited or waiting
-    hang = bool(held) and all(rank in ranks and _late(ranks[rank], deadlines, now) for rank in held)
+    hang = bool(held) and all(rank in ranks and _late(ranks[rank], deadlines, now, p95) for rank in held)
     return Standstill(waiting=waiting, awaited=awaited, hang=hang)
 
 
-def _late(rank: RankProgress, deadlines: Deadlines, now: float) -> bool:
-    seconds = deadlines.seconds(rank.phase, p95=rank.p95)
+def _late(rank: RankProgress, deadlines: Deadlines, now: float, p95: float | None) -> bool:
+    """`p95` is for a rank that has published nothing since its first step."""
+    seconds = deadlines.seconds(rank.phase, p95=p95 if rank.p95 is None else rank.p95)
     return seconds is not None and now - rank.active > seconds
 
 

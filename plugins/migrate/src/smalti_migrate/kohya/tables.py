@@ -192,7 +192,7 @@ OPTIONS: tuple[Rule, ...] = (
           images to a folder of their own, and add a dataset with dataset_type = "eval"
         - DeepSpeed has its own configuration | deepspeed zero_stage offload_optimizer_device offload_param_device
           zero3_init_flag | --deepspeed_config=FILE; `smalti deepspeed config` writes one
-        - modules of one's own are not loaded | lr_scheduler_type lr_scheduler_args
+        - Python modules of the user are not loaded | lr_scheduler_type lr_scheduler_args
         - this schedule is not supported | lr_scheduler_timescale
         - attention masks of T5 are not applied | apply_t5_attn_mask
         - learning rates of single blocks are not supported | block_lr

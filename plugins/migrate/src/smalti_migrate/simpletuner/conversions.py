@@ -89,10 +89,8 @@ def sets(option: str, value: object) -> Convert:
 
 
 def prompt_library(value: object, values: Mapping[str, object]) -> Mapping[str, object]:
-    """`validation_prompt_library`, a switch there for prompts that SimpleTuner brings; a file of prompts has its own option."""
-    if plain(value) is True:
-        raise ValueError("smalti has no prompts of its own; the option names a file of prompts")
-    return {} if plain(value) is False else {"validation_prompt_library": value}
+    """`validation_prompt_library`, a switch there for prompts that SimpleTuner brings, which are not here."""
+    return {} if isinstance(plain(value), bool) else {"validation_prompt_library": value}
 
 
 def base_model(value: object, values: Mapping[str, object]) -> Mapping[str, object]:

@@ -49,9 +49,11 @@ def renamed(option: str, why: str = "", *, neutral: tuple[object, ...] = (), con
     return Rule(outcome="renamed", why=why, option=option, neutral=neutral, convert=convert)
 
 
-def same(values: Mapping[str, tuple[object, str]] | None = None, *, convert: Convert | None = None, why: str = "") -> Rule:
-    """An option that has this name here too, where some values differ."""
-    return Rule(outcome="same", values=values or {}, convert=convert, why=why)
+def same(
+    values: Mapping[str, tuple[object, str]] | None = None, *, convert: Convert | None = None, why: str = "", fix: str = ""
+) -> Rule:
+    """An option that has this name here too, where some values differ. `fix` is for values that `convert` refuses."""
+    return Rule(outcome="same", values=values or {}, convert=convert, why=why, fix=fix)
 
 
 _SWITCH = {word: index < 3 for index, word in enumerate(("true", "yes", "on", "false", "no", "off"))}

@@ -24,7 +24,10 @@ RUN_KEYS: Mapping[str, Rule] = {
     "validation_guidance_skip_layers_start": ignored(_SKIP_LAYERS, 0.01),
     "validation_guidance_skip_layers_stop": ignored(_SKIP_LAYERS, 0.2),
     "validation_guidance_skip_scale": ignored(_SKIP_LAYERS, 2.8),
-    "validation_prompt_library": same(convert=prompt_library, why="a file of prompts here, as user_prompt_library there"),
+    "validation_prompt_library": same(
+        convert=prompt_library,
+        why="smalti brings no prompts of its own; a file of prompts here, as user_prompt_library there",
+    ),
     "num_validation_images": refused(
         "there is one image for each prompt and size", "repeat the prompt: each has a seed of its own", 1
     ),

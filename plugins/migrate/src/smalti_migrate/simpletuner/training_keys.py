@@ -55,7 +55,7 @@ TRAINING_KEYS: Mapping[str, Rule] = {
     "layer_freeze_strategy": refused("all layers are trained", "set it to none, or train a LoRA", "none"),
     "use_bitfit": refused("all weights are trained, not biases alone", "set it to false, or train a LoRA", False),
     # Learning rate
-    "lr_scheduler": same(convert=schedule, why="another name"),
+    "lr_scheduler": same(convert=schedule, why="another name", fix="set lr_scheduler to cosine"),
     "lr_end": renamed("lr_end_ratio", "a share of learning_rate", convert=end_ratio),
     "lr_num_cycles": refused("schedules have no restarts", "set it to 1", 1),
     "lr_scale": refused("learning_rate is used as it is given", "compute the rate, and give it as learning_rate", False),

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from smalti import Problem, Translation
 from smalti.config import Option, Schema
-from smalti_migrate.simpletuner.rules import Rule, is_empty, is_neutral
+from smalti_migrate.simpletuner.rules import Rule, is_empty, is_neutral, is_on
 from smalti_migrate.simpletuner.table import rule_of
 
 _ONCE_HERE = ("dataloader_prefetch", "dataloader_prefetch_qlen", "eval_timesteps")
@@ -112,6 +112,8 @@ class _Translator:
         except ValueError as error:
             fix = rule.fix or f"remove it, or set {name}"
             self.problems.append(Problem(message=f"{key} = {_shown(value)}: {error}", where=key, fix=fix))
+            if rule.outcome == "same":  # else the value would be refused once more, as one of this option
+                self.values[name] = (key, self.schema.options[name].default)
             return
         if found == {name: value} and rule.outcome == "same":
             self.rest[key] = value
@@ -121,6 +123,8 @@ class _Translator:
             self._rename(key, found, rule)
         elif rule.outcome == "same":
             self.values.setdefault(name, (key, None))
+            if is_on(value):
+                self.notices.append((key, f"no effect: {rule.why}"))
 
     def _rename(self, key: str, found: Mapping[str, object], rule: Rule) -> None:
         text = ", ".join(f"{option} = {_shown(each)}" for option, each in found.items())

@@ -39,6 +39,7 @@ class _Formula:
         blocks = model.sample.blocks
         self.largest = max((block.parameters for block in blocks), default=model.largest)
         self.held = {part: self._held(part) for part in ("weights", "gradients", "state")}
+        self.frozen = model.frozen.bytes // strategy.frozen
         self.ema = model.trained * 4 // strategy.divided.get("state", 1) if run.ema else 0
 
     def _held(self, part: str) -> int:
@@ -49,6 +50,7 @@ class _Formula:
     def result(self) -> Memory:
         resident = self.between()
         host = sum(size for part, size in self.held.items() if part in self.strategy.offloaded)
+        host += self.frozen if "frozen" in self.strategy.offloaded else 0
         host += 0 if self.run.ema_on_device else self.ema
         # Ranks share the work of a save, whoever holds a copy; weights are saved in fp32.
         saved = self.model.trained * (4 + self.run.state_bytes + (4 if self.run.ema else 0))
@@ -61,7 +63,7 @@ class _Formula:
         """What stays between two steps."""
         on_device = {part: 0 if part in self.strategy.offloaded else size for part, size in self.held.items()}
         return MemoryParts(
-            parameters=on_device["weights"] + self.model.frozen.bytes // self.strategy.frozen + self.model.buffers,
+            parameters=on_device["weights"] + self.model.buffers + (0 if "frozen" in self.strategy.offloaded else self.frozen),
             gradients=on_device["gradients"] if self.strategy.keeps_gradients else 0,
             optimizer=on_device["state"],
             ema=self.ema if self.run.ema_on_device else 0,

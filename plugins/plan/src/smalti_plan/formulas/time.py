@@ -90,7 +90,7 @@ def time_of(
             "dispatch": dispatch,
             "communication": exposed,
             "optimizer": _stepping(model, run, strategy, device, world, efficiency),
-            "host transfers": _transferring(model, strategy, candidate, device, efficiency),
+            "host transfers": _transferring(model, strategy, candidate, device, efficiency, computing),
         }
     )
 
@@ -141,13 +141,28 @@ def _stepping(
 
 
 def _transferring(
-    model: ModelFacts, strategy: Strategy, candidate: Candidate, device: DeviceModel, efficiency: Efficiency
+    model: ModelFacts,
+    strategy: Strategy,
+    candidate: Candidate,
+    device: DeviceModel,
+    efficiency: Efficiency,
+    computing: float,
 ) -> float:
-    """Gradients go to host memory and weights come back; weights that are kept there come for every pass."""
+    """Gradients go to host memory and weights come back; weights that are kept there come for every pass.
+
+    Frozen ones come block by block, beside what is computed.
+    """
     if not strategy.offloaded:
         return 0.0
+    speed = device.host_bandwidth * efficiency.links
+    passes = 2 * candidate.accumulation
+    streamed = passes * model.frozen.bytes / strategy.frozen / speed if "frozen" in strategy.offloaded else 0.0
+    exposed = max(0.0, streamed - 0.9 * computing) + _unhidden(model, streamed)
+    if "gradients" not in strategy.offloaded:
+        return exposed
     share = model.trained / strategy.divided.get("gradients", 1)
     gradients = share * strategy.bytes.get("gradients", 4) * candidate.accumulation
-    passes = 2 * candidate.accumulation if "weights" in strategy.offloaded else 1
+    if "weights" not in strategy.offloaded:
+        passes = 1
     weights = model.trained * strategy.bytes.get("weights", 4) / strategy.divided.get("state", 1) * passes
-    return (gradients + weights) / (device.host_bandwidth * efficiency.links)
+    return (gradients + weights) / speed + exposed

@@ -108,7 +108,7 @@ def serve(roots: Iterable[Path], *, host: str, port: int, opens: bool, as_json: 
         click.echo(json.dumps(shown))
     else:
         click.echo(f"{click.style('smalti ui', bold=True)}  {link}")
-        click.echo(f"  runs below {', '.join(map(str, settings.roots))}; Ctrl-C ends the page, and no run", err=True)
+        click.echo(f"  runs below {', '.join(map(str, settings.roots))}; Ctrl-C stops the page; runs continue", err=True)
     for root in settings.roots:
         if not root.is_dir():
             click.echo(f"smalti: {root} is not there yet; its runs appear when the first one begins", err=True)

@@ -1,0 +1,1 @@
+"""Training with less accelerator memory for smalti. Importing this imports no torch."""

@@ -1,0 +1,24 @@
+"""The options of this package. Imports no torch."""
+
+from __future__ import annotations
+
+from smalti import Options, option
+
+SLOTS = 2
+"""Blocks on the device at the same time: the one that computes, and the one that is copied ahead or was just used."""
+
+
+class MemoryOptions(Options):
+    stream_base: bool = option(
+        False,
+        help="Keep the frozen weights of blocks in host memory, and copy each to the accelerator just before it computes.",
+        tradeoff="memory for two blocks instead of all, two copies of the weights over the bus per micro-batch",
+    )
+    resident_gib: float = option(
+        0.0,
+        help="Frozen weights of blocks that stay on the accelerator all the same, in GiB.",
+        tradeoff="fewer copies, more memory",
+        when="stream_base",
+        level="advanced",
+        ge=0,
+    )

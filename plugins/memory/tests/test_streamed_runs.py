@@ -1,0 +1,96 @@
+"""Runs of a tiny Flux with its base in host memory: losses and adapters of a resident one, resumed; what is refused."""
+
+import json
+
+import pytest
+import tiny
+import torch
+from safetensors.torch import load_file
+
+from support.images import images_in
+from support.warm_processes import warm_processes
+
+STEPS = 4
+
+
+@pytest.fixture(scope="module")
+def train(tmp_path_factory):
+    """train(name, option=value, ...) -> exit code, output, and the directory, of a LoRA in two processes."""
+    root = tmp_path_factory.mktemp("streamed")
+    common = {
+        "model_family": "flux",
+        "model_type": "lora",
+        "lora_rank": 4,
+        "pretrained_model_name_or_path": tiny.flux(root / "base"),
+        "instance_data_dir": images_in(root / "images", 8, (16, 16)),
+        "cache_dir": root / "cache",
+        "resolution": 16,
+        "resolution_type": "pixel",
+        "train_batch_size": 2,
+        "mixed_precision": "no",
+        "learning_rate": 1e-2,
+        "max_train_steps": STEPS,
+        "checkpoint_step_interval": 0,
+        "validation_prompt": "a square",
+        "validation_num_inference_steps": 2,
+        "gradient_checkpointing": True,
+        "num_processes": 2,
+        "use_cpu": True,
+    }
+
+    def run(name, **options):
+        words = [f"--{key}={value}" for key, value in {**common, "output_dir": root / name, **options}.items()]
+        return *warm_processes().train(words, {"HF_HOME": str(root / "hf")}), root / name
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def resident(train):
+    code, output, directory = train("resident")
+    assert code == 0, output
+    return directory
+
+
+def losses(directory):
+    events = map(json.loads, (directory / "events.jsonl").read_text().splitlines())
+    return [event["loss"] for event in events if event["type"] == "step"]
+
+
+def assert_alike(directory, other):
+    assert losses(directory) == losses(other)
+    folders = [each / "checkpoints" / f"step-{STEPS:08}" for each in (directory, other)]
+    files = [sorted(folder.glob("**/*.safetensors")) for folder in folders]
+    assert [path.name for path in files[0]] == [path.name for path in files[1]] != []
+    for one, another in zip(*files, strict=True):
+        left, right = load_file(one), load_file(another)
+        assert left.keys() == right.keys()
+        assert all(torch.equal(left[name], right[name]) for name in left)
+
+
+def test_a_streamed_run_is_the_resident_run_bit_for_bit(train, resident):
+    code, output, directory = train("streamed", stream_base=True)
+    assert code == 0, output
+    assert_alike(directory, resident)
+
+
+def test_so_is_one_that_began_resident_with_part_of_the_blocks_streamed_after_resuming(train, resident):
+    code, output, directory = train("resumed", max_train_steps=2)
+    assert code == 0, output
+    code, output, directory = train("resumed", stream_base=True, resident_gib=1e-5)
+    assert code == 0, output
+    assert_alike(directory, resident)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"model_type": "full"}, "stream_base needs weights that do not train"),
+        ({"gradient_checkpointing": False}, "stream_base needs gradient_checkpointing"),
+        ({"fsdp_enable": True}, "cannot be enabled simultaneously"),
+    ],
+)
+def test_what_cannot_be_streamed_is_refused_before_the_launch(train, options, message):
+    code, output, directory = train("refused", stream_base=True, **options)
+    assert (code, message in output) == (2, True), output
+    assert not directory.exists()

@@ -1,0 +1,206 @@
+"""Streamed weights: the numbers of a resident model, as few copies as there can be, and nothing used after it left."""
+
+import copy
+
+import pytest
+import torch
+from hypothesis import given, settings, strategies as st
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from smalti import UserError
+from smalti_memory.streaming import BlockStream
+
+WIDTH = 8
+
+
+class Layer(nn.Module):
+    """A frozen product and one that trains beside it, as with LoRA; the norm's weight is frozen too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base, self.norm = nn.Linear(WIDTH, WIDTH).requires_grad_(False), nn.LayerNorm(WIDTH).requires_grad_(False)
+        self.adapter = nn.Linear(WIDTH, WIDTH, bias=False)
+
+    def forward(self, values):
+        return values + torch.tanh(self.base(self.norm(values)) + self.adapter(values))
+
+
+class Model(nn.Module):
+    def __init__(self, depth: int, *, recomputes: bool = True) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(Layer() for _ in range(depth))
+        self.recomputes = recomputes
+
+    def forward(self, values, order=None):
+        values = self.first(values)
+        for number in range(len(self.blocks)) if order is None else order:
+            block = self.blocks[number]
+            values = checkpoint(block, values, use_reentrant=False) if self.recomputes else block(values)
+        return values
+
+
+class Late(BlockStream):
+    """Copies arrive as late as they may, and until then a slot holds no numbers: on a CPU, a side stream that takes time."""
+
+    def __init__(self) -> None:
+        super().__init__("cpu")
+        self.pending: dict[int, torch.Tensor] = {}
+
+    def _fetch(self, number):
+        slot = super()._fetch(number)
+        self.pending[slot.number] = self._blocks[number].memory
+        slot.memory.fill_(255)  # NaN in every floating-point type
+        return slot
+
+    def _enter(self, number, module, inputs):
+        super()._enter(number, module, inputs)
+        slot = self._slot_of(number)
+        if (memory := self.pending.pop(slot.number, None)) is not None:
+            slot.memory[: len(memory)].copy_(memory)
+
+
+def pair(depth: int) -> tuple[Model, Model, BlockStream]:
+    """A model, the same with its blocks streamed, and the stream."""
+    torch.manual_seed(depth)
+    resident = Model(depth)
+    streamed, stream = copy.deepcopy(resident), Late()
+    for block in streamed.blocks:
+        stream.add(block)
+    stream.start()
+    return resident, streamed, stream
+
+
+def train_step(model: Model, seed: int, order=None) -> dict[str, torch.Tensor]:
+    """The loss and the gradients."""
+    model.zero_grad()
+    loss = model(torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(seed)), order).square().mean()
+    loss.backward()
+    return {"loss": loss.detach(), **{name: each.grad for name, each in model.named_parameters() if each.grad is not None}}
+
+
+def equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3, 7])
+def test_losses_and_gradients_are_those_of_a_resident_model(depth):
+    resident, streamed, _ = pair(depth)
+    for seed in range(3):
+        assert equal(train_step(streamed, seed), train_step(resident, seed))
+        with torch.no_grad():
+            assert torch.equal(streamed(torch.ones(2, WIDTH)), resident(torch.ones(2, WIDTH)))
+
+
+@settings(max_examples=30, deadline=None)
+@given(passes=st.lists(st.tuples(st.booleans(), st.lists(st.integers(0, 4), min_size=1, max_size=9)), min_size=1, max_size=4))
+def test_so_are_they_whatever_the_order_of_the_blocks(passes):
+    """Skipped ones, some called twice, other orders from pass to pass: prediction decides nothing but what is copied ahead."""
+    resident, streamed, _ = pair(5)
+    for seed, (trains, order) in enumerate(passes):
+        order = list(dict.fromkeys(order)) if trains else order
+        if trains:
+            assert equal(train_step(streamed, seed, order), train_step(resident, seed, order))
+        else:
+            with torch.no_grad():
+                assert torch.equal(streamed(torch.ones(2, WIDTH), order), resident(torch.ones(2, WIDTH), order))
+
+
+@pytest.mark.parametrize("depth", [2, 3, 7])
+def test_a_step_copies_each_block_twice_less_what_is_there_at_the_turns(depth):
+    _, streamed, stream = pair(depth)
+    block = len(stream._blocks[0].memory)
+    for seed in range(2):  # in the first steps the order is learned
+        train_step(streamed, seed)
+    before = stream.copied
+    train_step(streamed, 2)
+    assert stream.copied - before == 2 * (depth - 2) * block
+
+
+def test_a_block_that_computes_finds_the_next_one_on_its_way():
+    _, streamed, stream = pair(6)
+    train_step(streamed, 0)
+    there = []
+    for number, block in enumerate(streamed.blocks):
+        block.register_forward_pre_hook(lambda *_, number=number: there.append((number, {s.holds for s in stream._slots})))
+    train_step(streamed, 1)
+    forward, backward = there[:6], there[6:]
+    assert [held for _, held in forward] == [{0, 1}, {1, 2}, {2, 3}, {3, 4}, {4, 5}, {4, 5}]
+    assert [(number, held) for number, held in backward] == [
+        (5, {4, 5}),
+        (4, {3, 4}),
+        (3, {2, 3}),
+        (2, {1, 2}),
+        (1, {0, 1}),
+        (0, {0, 1}),
+    ]
+
+
+def test_only_two_blocks_are_outside_host_memory():
+    _, streamed, stream = pair(7)
+    train_step(streamed, 0)
+    slots = {slot.memory.untyped_storage().data_ptr() for slot in stream._slots}
+    away = [block for block in streamed.blocks if block.base.weight.untyped_storage().data_ptr() in slots]
+    assert len(away) == len(slots) == 2
+
+
+def test_a_frozen_weight_that_two_layers_share_is_copied_once():
+    torch.manual_seed(0)
+    resident = Model(3)
+    for block in resident.blocks:
+        block.norm.weight = block.norm.bias
+    streamed, stream = copy.deepcopy(resident), Late()
+    for block in streamed.blocks:
+        stream.add(block)
+    stream.start()
+    assert equal(train_step(streamed, 0), train_step(resident, 0))
+    norm = streamed.blocks[0].norm
+    assert norm.weight.data_ptr() == norm.bias.data_ptr()
+
+
+def test_a_block_that_is_not_recomputed_is_refused_when_it_trains():
+    model, stream = Model(3, recomputes=False), BlockStream("cpu")
+    for block in model.blocks:
+        stream.add(block)
+    stream.start()
+    with torch.no_grad():
+        model(torch.ones(1, WIDTH))
+    with pytest.raises(UserError, match="Layer trains without recomputing its activations") as caught:
+        train_step(model, 0)
+    assert "--gradient_checkpointing" in caught.value.fix
+
+
+@pytest.mark.parametrize("precision", ["int8-torchao", "fp8-torchao", "nf4-torchao"])
+def test_quantised_weights_are_streamed_as_they_are_kept(precision):
+    pytest.importorskip("torchao")
+    from smalti_diffusers.lora.quantisation import QuantisedLinear
+
+    class Wide(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.base = QuantisedLinear(nn.Linear(128, 128, dtype=torch.bfloat16).requires_grad_(False), precision)
+            self.adapter = nn.Linear(128, 128, bias=False, dtype=torch.bfloat16)
+
+        def forward(self, values):
+            return values + self.base(values) + self.adapter(values)
+
+    torch.manual_seed(0)
+    blocks = [Wide() for _ in range(4)]
+    for block in blocks:
+        block.base.weights_loaded()
+    values, stream, results = torch.randn(4, 128, dtype=torch.bfloat16), Late(), []
+    for streams in (False, True):
+        if streams:
+            for block in blocks:
+                stream.add(block)
+            stream.start()
+        for block in blocks:
+            block.zero_grad()
+        out = values
+        for block in blocks:
+            out = checkpoint(block, out, use_reentrant=False)
+        out.square().mean().backward()
+        results.append({"out": out.detach(), **{str(n): block.adapter.weight.grad for n, block in enumerate(blocks)}})
+    assert equal(*results)
+    assert len(stream._blocks[0].memory) < 128 * 128 * (0.8 if precision == "nf4-torchao" else 1.4)
