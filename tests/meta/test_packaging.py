@@ -64,6 +64,14 @@ def test_every_dependency_has_bounds_that_are_the_same_everywhere_and_hold_what_
     assert {name for name in asked if not name.startswith("smalti")} <= {*pinned}
 
 
+def test_the_extra_all_has_every_package_but_those_for_authors():
+    project = tomllib.loads(PROJECTS["core"].read_text())["project"]
+    extras = project["optional-dependencies"]
+    named = {Requirement(each).name for each in (*extras["usual"], *extras["all"])}
+    packages = {tomllib.loads(path.read_text())["project"]["name"] for path in PROJECTS.values()}
+    assert named == packages - {"smalti-testing", "smalti-toy"}
+
+
 def test_a_new_version_reaches_every_file_that_states_one_or_bounds():
     assert version.rewritten(version.current()) == {}
     texts = version.rewritten("7.65.4")
