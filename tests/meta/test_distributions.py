@@ -1,5 +1,6 @@
 """What `make dist` builds and checks: it finds builds that differ, files that a wheel lacks, and commands that fail."""
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -49,6 +50,14 @@ def test_a_command_that_fails_or_says_something_else_fails_the_trial_with_its_wo
     for wanted in ({}, {"code": 3, "says": "other"}):
         with pytest.raises(installs.TrialError, match=r"exit code 3, wanted[^Z]*spoken"):
             installs.run(command, tmp_path, **wanted)
+
+
+def test_a_plugin_that_is_not_active_or_not_there_fails_the_trial():
+    listed = {"name": "toy", "distribution": "smalti-toy", "state": "active"}
+    installs._all_active(json.dumps({"plugins": [listed]}), {"smalti-toy"})
+    for plugins, asked in (([listed], {"smalti-hub"}), ([{**listed, "state": "broken"}], {"smalti-toy"})):
+        with pytest.raises(installs.TrialError):
+            installs._all_active(json.dumps({"plugins": plugins}), asked)
 
 
 def test_the_core_each_package_and_all_together_are_tried(tmp_path):

@@ -17,7 +17,7 @@ import sys
 import tarfile
 import tempfile
 import zipfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -145,7 +145,7 @@ def _git(root: Path, *words: str) -> bytes:
     return subprocess.run(["git", *words], cwd=root, check=True, capture_output=True).stdout
 
 
-def main(arguments: Sequence[str] | None = None, environment: Mapping[str, str] = os.environ) -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     """Build, check, install and try. The exit code: 1 if anything is wrong."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--address", default="", help="of the repository: https://HOST/OWNER/NAME")
