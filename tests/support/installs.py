@@ -114,7 +114,7 @@ def fetch(dist: Path, wheels: Path, packages: tuple[str, ...]) -> None:
 
 
 def run(words: list[str], place: Path, *, code: int = 0, says: str = "", **variables: str) -> str:
-    """A command in the folder of an environment. What it printed. Raises TrialError unless it ends with the code and says this."""
+    """What a command printed, in the folder of an environment. Raises TrialError unless it ends with the code and says this."""
     path = f"{place / 'bin'}{os.pathsep}{os.environ['PATH']}"
     kept = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")}
     own = {
