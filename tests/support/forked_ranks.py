@@ -28,7 +28,7 @@ from smalti_testing.pytest import ParallelContract
 from smalti_testing.ranks import RankProcesses
 
 HEAVY = (
-    "smalti.builtin.ddp_parallel",
+    "smalti.training.ddp_parallel",
     "smalti_testing.rank",
     "smalti_testing.strategies",
     "smalti.launch.rank",

@@ -22,7 +22,7 @@ from smalti.rundir.writer import acquire
 from smalti.types import DistributedPlan
 from smalti_cluster.site import NodesSite, check_port
 
-DDP = DistributedPlan(name="ddp", title="DDP", parallel="smalti.builtin.ddp_parallel:DdpParallel", fallback=True)
+DDP = DistributedPlan(name="ddp", title="DDP", parallel="smalti.training.ddp_parallel:DdpParallel", fallback=True)
 
 
 @pytest.fixture

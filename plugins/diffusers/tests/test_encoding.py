@@ -10,7 +10,6 @@ import tiny
 import torch
 from PIL import Image
 
-from smalti.builtin.ddp_parallel import DdpParallel
 from smalti.config.config import Config
 from smalti.config.resolution import resolve
 from smalti.data.encoded import Encoded, encode_ahead
@@ -23,6 +22,7 @@ from smalti.plugins import find_family
 from smalti.plugins.discovery import load_plugins
 from smalti.plugins.schema import schema_of
 from smalti.rundir import Phases
+from smalti.training import DdpParallel
 from smalti.training.loss import denoising_loss
 from smalti.types import World
 from smalti_diffusers.families.flux import Flux

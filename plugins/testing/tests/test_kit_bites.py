@@ -405,7 +405,7 @@ PLUGINS = {
     "greedy": (
         "it_claims_no_run_that_did_not_ask_for_it",
         CHECK.replace("check_config", "configure_distributed")
-        + "return DistributedPlan(name='faulty', title='Faulty', parallel='smalti.builtin.ddp_parallel:DdpParallel')",
+        + "return DistributedPlan(name='faulty', title='Faulty', parallel='smalti.training.ddp_parallel:DdpParallel')",
     ),
     "optimizer that does not take what it says": (
         "its_optimizers_can_be_built",

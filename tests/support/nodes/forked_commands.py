@@ -32,7 +32,7 @@ from .namespaces import adopt_orphans, end_with_parent, show_as
 HEAVY = (
     "smalti.launch.rank",
     "smalti.launch.worker",
-    "smalti.builtin.ddp_parallel",
+    "smalti.training.ddp_parallel",
     "smalti.cli.entry",
     "smalti.cli.train",
     "smalti_health.monitor.rank",

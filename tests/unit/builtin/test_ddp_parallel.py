@@ -5,12 +5,12 @@ from contextlib import nullcontext
 import torch
 from torch import nn
 
-from smalti.builtin.ddp_parallel import _with_final_buckets
 from smalti.config.resolution import resolve
 from smalti.plugins.discovery import load_plugins
 from smalti.plugins.lookup import choose_distributed
 from smalti.plugins.schema import schema_of
 from smalti.training.build_run import open_parallel
+from smalti.training.ddp_parallel import _with_final_buckets
 from smalti.types import Block
 from support.forked_ranks import forked_processes
 

@@ -16,7 +16,7 @@ from smalti.errors import ConfigError, UserError
 from smalti.launch.plan import LaunchPlan, plan_launch, yaml_text
 from smalti.types import DistributedPlan
 
-DDP = DistributedPlan(name="ddp", title="DDP", parallel="smalti.builtin.ddp_parallel:DdpParallel", fallback=True)
+DDP = DistributedPlan(name="ddp", title="DDP", parallel="smalti.training.ddp_parallel:DdpParallel", fallback=True)
 FSDP = DistributedPlan(
     name="fsdp2",
     title="FSDP",

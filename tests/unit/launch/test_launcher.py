@@ -24,7 +24,7 @@ from smalti.system.process import Process
 from smalti.types import DistributedPlan
 from support.processes import lives, send_signal
 
-DDP = DistributedPlan(name="ddp", title="DDP", parallel="smalti.builtin.ddp_parallel:DdpParallel", fallback=True)
+DDP = DistributedPlan(name="ddp", title="DDP", parallel="smalti.training.ddp_parallel:DdpParallel", fallback=True)
 LEAVE_WORD = """
 import json, os, pathlib, time
 def leave(rank, code, message):

@@ -22,7 +22,7 @@ from smalti.rundir.directory import RunDirectory
 from smalti.types import DistributedPlan
 
 RUN = Path("/shared/a run")
-DDP = DistributedPlan(name="ddp", title="DDP", parallel="smalti.builtin.ddp_parallel:DdpParallel", fallback=True)
+DDP = DistributedPlan(name="ddp", title="DDP", parallel="smalti.training.ddp_parallel:DdpParallel", fallback=True)
 FSDP = DistributedPlan(
     name="fsdp2",
     title="FSDP",

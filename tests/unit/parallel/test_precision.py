@@ -22,7 +22,7 @@ from smalti.rundir.events import EventWriter
 from smalti.rundir.writer import prepare
 from smalti.types import DistributedPlan
 
-DDP = DistributedPlan(name="ddp", title="DDP", parallel="smalti.builtin.ddp_parallel:DdpParallel", fallback=True)
+DDP = DistributedPlan(name="ddp", title="DDP", parallel="smalti.training.ddp_parallel:DdpParallel", fallback=True)
 PRINT_NATIVE = "from smalti.parallel.devices import native_bf16; print(native_bf16('cpu').native)"
 LIMITS = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY")
 

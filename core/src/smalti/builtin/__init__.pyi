@@ -6,4 +6,3 @@ from .console import (
     open_display as open_display,
     speed as speed,
 )
-from .ddp_parallel import DdpParallel as DdpParallel

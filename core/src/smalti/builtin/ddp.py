@@ -24,7 +24,7 @@ class Ddp:
         from smalti.config import LaunchOptions
 
         title = "DDP" if config[LaunchOptions].num_processes > 1 else "single process"
-        return DistributedPlan(name="ddp", title=title, parallel="smalti.builtin.ddp_parallel:DdpParallel", fallback=True)
+        return DistributedPlan(name="ddp", title=title, parallel="smalti.training.ddp_parallel:DdpParallel", fallback=True)
 
     @hookimpl
     def propose_strategies(self, world: World) -> list[Strategy]:
@@ -58,7 +58,7 @@ class Ddp:
 
     @hookimpl
     def wrap_model(self, model: nn.Module, blocks: list[Block], parallel: Parallel, weights: Weights) -> nn.Module | None:
-        from smalti.builtin.ddp_parallel import DdpParallel
+        from smalti.training import DdpParallel
 
         return parallel.wrap(model, blocks, weights) if isinstance(parallel, DdpParallel) else None
 

@@ -22,8 +22,7 @@ class CacheOptions(Options):
     )
     data_order_block: int = option(
         1,
-        help="Samples that follow one another in a dataset and whose cached latents are read together. They are trained in the "
-        "same part of an epoch. 1: every epoch mixes all samples.",
+        help="Neighbouring samples whose cached latents are read together, and trained in the same part of an epoch.",
         level="advanced",
         ge=1,
         le=1024,

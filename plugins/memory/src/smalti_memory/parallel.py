@@ -7,9 +7,9 @@ from contextlib import contextmanager
 
 from torch import Tensor, nn
 
-from smalti.builtin import DdpParallel
+from smalti import Block
 from smalti.models import Weights, materialise
-from smalti.types import Block
+from smalti.training import DdpParallel
 from smalti_memory.options import MemoryOptions
 from smalti_memory.streaming import BlockStream
 

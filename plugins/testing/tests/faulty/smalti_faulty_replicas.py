@@ -2,8 +2,8 @@
 
 import torch
 
-from smalti.builtin.ddp_parallel import DdpParallel
 from smalti.parallel import ModelState
+from smalti.training import DdpParallel
 
 
 class Unaveraged(DdpParallel):
