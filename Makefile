@@ -1,4 +1,5 @@
-# make demo · make demo-flux · make test · make test-cuda-wheel · make check · make fix · make torture · make bench · make dist · make version VERSION=0.3.0 · make clean
+# make demo · make demo-flux · make quick · make test · make test-cuda-wheel · make check · make fix · make docs
+# make torture · make bench · make gpu-day · make dist · make version VERSION=0.3.0 · make clean
 
 PYTHON ?= python3.11
 VENV := .venv
@@ -17,7 +18,7 @@ TEST_ENV := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= HF_HOME="$(CURDIR)/$(VENV
 	CPATH="$(LIBAIO)/include$${CPATH:+:$$CPATH}" LIBRARY_PATH="$(LIBAIO)/lib$${LIBRARY_PATH:+:$$LIBRARY_PATH}" \
 	LD_LIBRARY_PATH="$(LIBAIO)/lib$${LD_LIBRARY_PATH:+:$$LD_LIBRARY_PATH}"
 
-.PHONY: demo demo-flux test test-cuda-wheel check lint fix torture bench dist version clean
+.PHONY: demo demo-flux quick test test-cuda-wheel check lint fix docs torture bench gpu-day dist version clean
 
 demo: $(VENV)/demo.done
 	$(BIN)/python examples/emoji/prepare.py demo/faces
@@ -34,6 +35,10 @@ demo-flux: $(VENV)/demo-flux.done
 	$(BIN)/python examples/emoji-flux/pipeline.py demo/flux
 	$(BIN)/smalti train examples/emoji-flux/config.toml $(ARGS)
 	test -e demo/flux-export || $(BIN)/smalti checkpoint export demo/flux-run --to demo/flux-export
+
+# What smalti was asked for, each thing seen once: see tests/quick.py. At most three minutes, after the install.
+quick: $(VENV)/dev.done
+	$(TEST_ENV) PYTHONPATH=tests $(BIN)/python tests/quick.py
 
 test: $(VENV)/dev.done $(VENV)/compiled.done
 	$(TEST_ENV) $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder --maxfail=10 --durations=20 $(ARGS)
@@ -60,11 +65,16 @@ check: lint
 lint: $(VENV)/dev.done
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
-	MYPYPATH=$(subst $(EMPTY) $(EMPTY),:,$(SOURCES) bench) $(BIN)/mypy $(patsubst bench/%.py,-m %,$(wildcard bench/*.py)) $(PACKAGES:%=-p %)
+	MYPYPATH=$(subst $(EMPTY) $(EMPTY),:,$(SOURCES) bench) $(BIN)/mypy $(patsubst bench/%.py,-m %,$(wildcard bench/*.py)) $(PACKAGES:%=-p %) -p gpuday
 
 fix: $(VENV)/dev.done
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+# The site of the documentation, which needs no network to be read: site/index.html. A broken link is an error.
+docs: $(VENV)/dev.done
+	$(BIN)/python -m sphinx -W --keep-going -q -c docs -b html . site
+	cp site/README.html site/index.html
 
 # Faults against checkpoints, runs and plugins: ARGS="--seed N --seconds S", see tests/torture.
 torture: $(VENV)/dev.done
@@ -72,6 +82,13 @@ torture: $(VENV)/dev.done
 
 bench: $(VENV)/dev.done
 	$(BIN)/python bench/run.py $(ARGS)
+
+# What waits for a GPU, the most valuable first, within so many minutes; see bench/gpu.md.
+# Without a GPU: make gpu-day GPU_PYTHON=.venv/bin/python ARGS=--rehearse
+MINUTES ?= 30
+GPU_PYTHON ?= .venv-cuda/$(firstword $(CUDA_TORCH))/bin/python
+gpu-day: $(filter .venv-cuda/%,$(GPU_PYTHON:%/bin/python=%/done))
+	PYTHONPATH=bench $(GPU_PYTHON) -m gpuday --minutes=$(MINUTES) $(ARGS)
 
 # Wheels and sdists of the last commit, built twice, installed into empty environments and tried: ARGS="--build-only", or
 # ARGS="--address=URL" with the address of the repository.

@@ -1,4 +1,4 @@
-"""Memory of runs that others have published, and what smalti's formulas say of the same settings. Prints rows for docs/plan.md.
+"""Memory of runs that others have published, and what smalti's formulas say of the same settings: rows of bench/plan.md.
 
 The models are those that smalti-diffusers ships the configurations of. No weights and no device are needed.
 `python bench/published.py [WORD]` counts all rows, or those with this word.

@@ -8,6 +8,7 @@ import pytest
 from support import pages
 
 BLOCKS = pages.blocks("checkpoints.md")
+FORMAT = "reference/checkpoint-format.md"
 COMMANDS = pages.commands(BLOCKS)
 
 
@@ -45,7 +46,7 @@ def always_there(words: str) -> bool:
 
 def keys_of(file: str) -> dict[str, bool]:
     """The keys in the page's table on this file, and whether they are always there."""
-    text = (pages.DOCS / "checkpoints.md").read_text(encoding="utf-8")
+    text = (pages.DOCS / FORMAT).read_text(encoding="utf-8")
     rows = text[text.index(f"`{file}`:") :].split("\n\n")[1].splitlines()[2:]
     return {key: always_there(row) for row in rows for key in re.findall(r"`([\w.]+)`", row.split("|")[1])}
 
@@ -55,7 +56,7 @@ def agree(found: set[str], documented: dict[str, bool]) -> bool:
 
 
 def test_the_files_of_a_checkpoint_are_those_that_the_page_lists(checkpoint):
-    [listing] = [block for block in BLOCKS if block.text.startswith("checkpoints/step-00000012/")]
+    [listing] = [block for block in pages.blocks(FORMAT) if block.text.startswith("checkpoints/step-00000012/")]
     found = {str(path.relative_to(checkpoint)) for path in checkpoint.rglob("*") if path.is_file()}
     assert agree(found, {line.split()[0]: always_there(line) for line in listing.body.splitlines()}), found
 

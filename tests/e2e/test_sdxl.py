@@ -60,10 +60,9 @@ def resumed(tmp_path_factory, start_for_module, launch, small):
     return launch(directory, config=EXAMPLES / "sdxl-fsdp2.toml", probe=False, **anew)
 
 
-@pytest.mark.parametrize("kind", ["toml", "config.json"])
-def test_the_examples_are_the_command_line(kind):
+def test_the_example_is_the_command_line():
     schema = schema_of(load_plugins(Selection(only=("fsdp2", "diffusers"))))
-    file = resolve(schema, file=EXAMPLES / f"sdxl-fsdp2.{kind}", environment={})
+    file = resolve(schema, file=EXAMPLES / "sdxl-fsdp2.toml", environment={})
     assert file.values() == resolve(schema, FLAGS, environment={}).values()
 
 

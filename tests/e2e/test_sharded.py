@@ -116,6 +116,18 @@ def test_a_run_goes_on_over_1_2_4_3_ranks_and_1_as_if_nothing_had_happened(tmp_p
     assert run.losses == pytest.approx(runs["one"].losses, rel=1e-4)
 
 
+def test_two_sharded_ranks_that_were_killed_are_resumed_by_one_process_unsharded(tmp_path, runs, train, start_for_module):
+    directory, options = tmp_path / "killed", {**OPTIONS, "validation_step_interval": 0, "validation_base_model": False}
+    begun = {**options, "checkpoint_step_interval": 2, "max_train_steps": 100_000}
+    killed = start_for_module(directory, **begun, num_processes=2, use_cpu=True, train_batch_size=6)
+    killed.wait_for_step(5)
+    killed.kill()
+    ended = train(directory, **options | {"fsdp_enable": False}, train_batch_size=12)
+    assert ended.code == 0, ended.output
+    assert "resuming from" in ended.output
+    assert ended.losses[-5:] == pytest.approx(runs["one"].losses[-5:], rel=1e-4)
+
+
 def whole(run, step: int, group: str) -> dict:
     """A group of a checkpoint, put together from the shards of all ranks."""
     files = TensorFiles(sorted((run.directory / "checkpoints" / f"step-{step:08d}" / group).glob("*.safetensors")))

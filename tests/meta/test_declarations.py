@@ -160,12 +160,12 @@ def test_examples_call_the_command_with_options_that_exist(official, path):
 
 
 def test_the_reference_page_is_up_to_date(root, official):
-    page = (root / "docs" / "configuration.md").read_text()
-    assert page.rstrip() == reference_page(official).rstrip(), "smalti config reference > docs/configuration.md"
+    page = (root / "docs" / "reference" / "configuration.md").read_text()
+    assert page.rstrip() == reference_page(official).rstrip(), "smalti config reference > docs/reference/configuration.md"
 
 
 def test_the_reference_page_has_a_row_for_every_option_of_all_official_plugins(root, official):
-    page = (root / "docs" / "configuration.md").read_text()
+    page = (root / "docs" / "reference" / "configuration.md").read_text()
     rows = re.findall(r"^\| `(\w+)` \|", page, flags=re.MULTILINE)
     assert rows == [name for group in official.groups for name in group.options.model_fields]
     assert {"lora_rank", "fsdp_enable", "deepspeed_config"} <= set(rows)
@@ -287,9 +287,6 @@ def test_the_usual_set_is_the_same_wherever_it_is_named(root):
     assert known - usual - others == {"smalti-testing", "smalti-toy"}
     rows = re.findall(r"^\| `plugins/(\w+)` (\*?)", (root / "docs/install.md").read_text(), flags=re.MULTILINE)
     assert {f"smalti-{name.replace('_', '-')}": bool(mark) for name, mark in rows} == {name: name in usual for name in known}
-    table = re.findall(r"^\| (`[^|]*) \| (yes|no) \|", (root / "README.md").read_text(), flags=re.MULTILINE)
-    told = {f"smalti-{name.replace('_', '-')}": chosen for cell, chosen in table for name in re.findall(r"`(\w+)`", cell)}
-    assert told == {name: "yes" if name in usual else "no" for name in known}
 
 
 def test_the_command_of_a_readme_installs_what_the_package_needs(root):

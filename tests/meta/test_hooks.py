@@ -6,10 +6,14 @@ import tomllib
 
 import pluggy
 import pytest
+from click.testing import CliRunner
 
 from smalti.hookspecs import PROJECT, HookSpecs
 from smalti.parallel.protocol import Parallel, TrainingState
 from smalti.plugins.registry import PluginInfo, Plugins
+from smalti_testing.hooks_page import examples, hooks_page, shipped_users
+from smalti_testing.new_plugin import plugin
+from smalti_testing.protocols import documented
 
 MANAGER = pluggy.PluginManager(PROJECT)
 MANAGER.add_hookspecs(HookSpecs)
@@ -17,67 +21,68 @@ HOOKS = {name: caller.spec for name, caller in vars(MANAGER.hook).items() if not
 KINDS = ("decide", "gather", "notify")
 
 
-@pytest.fixture(scope="module")
-def sections(root) -> dict[str, str]:
-    """The sections of docs/hooks.md by the signature that heads them."""
-    text = (root / "docs" / "hooks.md").read_text()
-    parts = re.split(r"^### `(.+)`$", text, flags=re.MULTILINE)
-    return {
-        signature: re.split(r"^## ", body, flags=re.MULTILINE)[0]
-        for signature, body in zip(parts[1::2], parts[2::2], strict=True)
-    }
+def described(name: str) -> str:
+    """The docstring of a hook."""
+    return inspect.getdoc(HOOKS[name].function) or ""
 
 
-def signature(name: str) -> str:
-    return f"{name}({', '.join(HOOKS[name].argnames)})"
+def test_the_page_is_up_to_date(root, shipped):
+    assert (root / "docs/reference/hooks.md").read_text() == hooks_page(shipped), (
+        "smalti plugin reference hooks > docs/reference/hooks.md"
+    )
 
 
-def section(sections, name: str) -> str:
-    return sections[signature(name)]
+def test_the_command_prints_the_page_and_names_nothing_but_plugins_of_this_project(root):
+    printed = CliRunner().invoke(plugin, ["reference", "hooks"])
+    assert (printed.exit_code, printed.output) == (0, (root / "docs/reference/hooks.md").read_text())
 
 
-def test_the_docs_have_every_hook_with_its_exact_arguments_in_the_order_of_the_catalogue(sections):
-    assert list(sections) == [signature(name) for name in vars(HookSpecs) if name in HOOKS]
+def test_the_page_has_every_hook_with_its_exact_arguments_in_the_order_of_the_catalogue(shipped):
+    signatures = [f"{name}({', '.join(HOOKS[name].argnames)})" for name in vars(HookSpecs) if name in HOOKS]
+    assert re.findall(r"^### `(.+)`$", hooks_page(shipped), flags=re.MULTILINE) == signatures
 
 
 @pytest.mark.parametrize("name", HOOKS)
-def test_code_and_docs_agree_on_the_kind(sections, name):
-    docstring = inspect.getdoc(HOOKS[name].function) or ""
-    kind = docstring.partition(":")[0].split(",")[0]
-    documented = section(sections, name).strip().partition("\u00b7")[0]
+def test_a_docstring_begins_with_the_kind(name):
+    kind, *more = described(name).partition(":")[0].split(", ")
     assert kind in KINDS
-    assert documented.split(",")[0].strip() == kind
-    for word in ("backend role", "collective", "isolated"):
-        assert (word in docstring.partition(":")[0]) == (word in documented), word
+    assert {*more} <= {"backend role", "collective", "isolated"}
     assert (kind == "decide") == bool(HOOKS[name].opts.get("firstresult"))
 
 
 @pytest.mark.parametrize("name", HOOKS)
-def test_every_argument_is_explained(sections, name):
-    explained = re.findall(r"^- `(\w+)`:", section(sections, name), flags=re.MULTILINE)
-    assert explained == list(HOOKS[name].argnames)
+def test_a_docstring_explains_what_no_class_on_the_pages_does(name):
+    shown = {address.partition(":")[2] for address in documented()}
+    hints = HOOKS[name].function.__annotations__
+    assert [
+        each
+        for each in HOOKS[name].argnames
+        if not shown & {*re.findall(r"\w+", hints[each])} and f"`{each}`" not in described(name)
+    ] == []
 
 
-@pytest.mark.parametrize("name", [name for name in HOOKS if "notify" not in (inspect.getdoc(HOOKS[name].function) or "")])
-def test_the_answer_is_explained(sections, name):
-    assert re.search(r"^Returns ", section(sections, name), flags=re.MULTILINE)
+def test_every_hook_has_an_example():
+    assert list(examples()) == [name for name in vars(HookSpecs) if name in HOOKS]
+
+
+def test_the_page_on_choosing_a_hook_names_every_one_and_no_other(root):
+    choices = (root / "docs/hooks.md").read_text(encoding="utf-8").partition("## Which hook\n")[2].partition("\n## ")[0]
+    assert {*re.findall(r"`(\w+_\w+|diagnose)`", choices)} == {*HOOKS}
 
 
 @pytest.mark.parametrize("name", HOOKS)
-def test_the_example_is_a_whole_plugin_that_implements_the_hook(sections, name):
-    [example] = re.findall(r"^```python\n(.*?)^```", section(sections, name), flags=re.MULTILINE | re.DOTALL)
+def test_the_example_is_a_whole_plugin_that_implements_the_hook(name):
+    code = examples()[name].removeprefix("```python\n").removesuffix("```")
     module: dict[str, object] = {"__name__": "example"}
-    exec(compile(example, f"docs/hooks.md: {name}", "exec"), module)
+    exec(compile(code, f"hook_examples.md: {name}", "exec"), module)
     info = PluginInfo(name="example", distribution="docs", version="1")
     Plugins().register(info, module["plugin"])
     assert name in info.hooks
 
 
 @pytest.mark.parametrize("name", HOOKS)
-def test_a_shipped_plugin_uses_the_hook_and_the_docs_name_every_one_that_does(sections, shipped, name):
-    users = sorted(shipped.implementers(vars(HookSpecs)[name]))
-    assert users
-    assert re.findall(r"^Shipped users: (.+)\.$", section(sections, name), flags=re.MULTILINE) == [", ".join(users)]
+def test_a_shipped_plugin_uses_the_hook_and_the_page_names_every_one_that_does(shipped, name):
+    assert shipped_users(name, shipped) == sorted(shipped.implementers(vars(HookSpecs)[name])) != []
 
 
 def test_the_readme_of_a_package_lists_the_hooks_that_its_plugin_implements(root, shipped):

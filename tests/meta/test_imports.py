@@ -105,7 +105,7 @@ def test_plugins_and_the_templates_take_only_what_is_public(root):
     assert [f"{path}: {name}" for path, text in sources for name in taken(text) if not is_public(name)] == []
 
 
-@pytest.mark.parametrize("page", ["hooks.md", "writing-a-plugin.md"])
+@pytest.mark.parametrize("page", ["reference/hooks.md", "writing-a-plugin.md"])
 def test_what_the_pages_show_takes_only_what_is_public(root, page):
     blocks = re.findall(r"^```python\n(.*?)^```", (root / "docs" / page).read_text(), flags=re.MULTILINE | re.DOTALL)
     code = [re.sub(r"^#.*\n", "", block, flags=re.MULTILINE) for block in blocks]  # excerpts are indented, their titles not

@@ -4,6 +4,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import quick
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -25,3 +27,13 @@ def test_pip_says_what_fails_and_nothing_of_folders_that_are_not_there(tmp_path)
     assert done.returncode != 0
     assert "No matching distribution found for smalti-is-not-here" in done.stderr
     assert "WARNING" not in done.stdout + done.stderr
+
+
+def test_make_quick_looks_at_what_is_there_in_the_words_of_the_page():
+    files = {asked: where for asked, where, _ in quick.ROWS}
+    assert [where for where in files.values() if not (ROOT / where).exists()] == []
+    section = (ROOT / "CONTRIBUTING.md").read_text().partition("## What it has to do")[2].partition("\n## ")[0]
+    table = [[cell.strip(" `") for cell in line.split("|")[1:3]] for line in section.splitlines() if line.startswith("|")]
+    for asked, where in table[2:]:
+        assert files[asked.replace("`", "")] in (where, ""), asked
+    assert "tests/quick.py" in make("--dry-run", "quick")

@@ -1,4 +1,4 @@
-"""docs/protocols.md has every protocol that a plugin may implement, as the code has it."""
+"""docs/reference/protocols.md has every protocol that a plugin may implement, as the code has it."""
 
 import ast
 import inspect
@@ -33,11 +33,11 @@ def protocols(path: Path) -> list[str]:
 
 
 def test_the_page_is_up_to_date(root):
-    assert (root / "docs" / "protocols.md").read_text() == page(), "smalti plugin reference > docs/protocols.md"
+    assert (root / "docs/reference/protocols.md").read_text() == page(), "smalti plugin reference > docs/reference/protocols.md"
 
 
 def test_the_page_has_no_private_names(root):
-    assert re.findall(r"(?<![\w.])_[A-Za-z]\w+", (root / "docs" / "protocols.md").read_text()) == []
+    assert re.findall(r"(?<![\w.])_[A-Za-z]\w+", (root / "docs/reference/protocols.md").read_text()) == []
 
 
 def test_every_protocol_of_the_core_is_on_the_page_or_the_cores_own(root):
@@ -98,7 +98,9 @@ def test_a_base_gives_the_defaults_that_the_page_says():
                 assert callable(getattr(kind, method)), (base, method)
 
 
-@pytest.mark.parametrize("page", ["docs/hooks.md", "docs/writing-a-plugin.md", "core/src/smalti/hookspecs.py"])
+@pytest.mark.parametrize(
+    "page", ["docs/hooks.md", "docs/reference/hooks.md", "docs/writing-a-plugin.md", "core/src/smalti/hookspecs.py"]
+)
 def test_authors_of_plugins_are_sent_to_public_modules_only(page, root):
     """The faces are `smalti` and its rooms, and `smalti.hookspecs`, which the page "What is public" has too."""
     text = re.sub(r'"smalti(?:\.\w+)+"', "", (root / page).read_text())  # the names of loggers

@@ -44,7 +44,7 @@ class ExitCode(IntEnum):
     """
     GPU_FAULT = 5
     """An accelerator failed.
-    Saved: as far as the state can be trusted, see [`on_gpu_fault`](hooks.md#on_gpu_faultstate-fault).
+    Saved: as far as the state can be trusted, see `FaultAction`.
     Again: yes, on another node.
     """
     PREEMPTED = 6

@@ -57,12 +57,9 @@ There are three kinds of hooks. The first word of each docstring says which kind
 
 "collective" means that all ranks call the hook at the same time, so it may use collective operations.
 
-An exception in a hook ends the run. It keeps its type and gets a note with the plugin, its version and the hook. Hooks that
-observe are isolated: a failure in `on_validation`, `on_evaluation`, `on_checkpoint`, `on_checkpoint_failed`, `on_warning`,
-`on_gpu_fault`, `on_fault`, `on_error`, `on_train_end`, `on_rank_start`, `on_phase` or `on_rank_end` is reported with the plugin
-and the traceback, the other plugins are still called, and the run continues. So it is in `explain_error`, and in the launcher,
-where it is logged, in `notices_before_launch` and `on_launch_end`. A failure in `diagnose` is one more finding. A plugin
-that fails in `log_metrics` is not called for metrics again.
+An exception in a hook ends the run. It keeps its type and gets a note with the plugin, its version and the hook. Most hooks
+that observe are "isolated": a failure is reported with the plugin and the traceback, the other plugins are still called, and
+the run continues or ends as it would have. In the launcher it is logged.
 
 To implement hooks, mark methods of a class, or functions of a module, with `@hookimpl`, and name the object in the entry-point
 group `smalti.plugins`. Arguments are passed by name, and those that are not needed may be left out. The module of the entry
@@ -136,7 +133,8 @@ class HookSpecs:
     def declare_options(self) -> list[OptionGroup]:
         """gather: the options of this plugin, one group for each section of the help.
 
-        Called before there is a configuration. Names of options are unique over all plugins.
+        Called before there is a configuration. Names of options are unique over all plugins. A field is declared with
+        `smalti.option`, and its value read as `config[MyOptions].my_option`.
         """
         raise NotImplementedError
 
@@ -144,9 +142,9 @@ class HookSpecs:
     def restore_run(self, config: Config) -> str | None:
         """decide: bring what a resume needs into the run directory, such as a checkpoint from an object store.
 
-        Called in the launcher of every node before the other checks, with valid options; not for a dry run. Returns a sentence
-        that says what was restored, or None. The configuration is then resolved again, because a run keeps its defaults in its
-        directory.
+        Called in the launcher of every node before the other checks, with valid options; not for a dry run. Do not replace what
+        is in the run directory, `config[RunOptions].output_dir`. Returns a sentence that says what was restored, or None. The
+        configuration is then resolved again, because a run keeps its defaults in its directory.
         """
         raise NotImplementedError
 
@@ -163,9 +161,9 @@ class HookSpecs:
     def register_commands(self, commands: CommandCollector) -> None:
         """notify: add subcommands to `smalti` with `commands.add_command`, or `commands.add_deferred` to import them when used.
 
-        `commands.below("config")` takes further subcommands of a group of the core.
+        `commands.below("config")` takes further subcommands of a group of the core. A command that exists is not replaced.
 
-        Called each time the command line is parsed. Import what a command needs inside the command.
+        Called for the help of `smalti`, and for a command that the core does not have. Import what it needs inside the command.
         """
         raise NotImplementedError
 
@@ -176,7 +174,7 @@ class HookSpecs:
 
     @_spec
     def register_storage(self) -> list[StorageEntry]:
-        """gather: storages of datasets, for the key `type` of a dataset."""
+        """gather: storages of datasets, for the key `type` of a dataset. Called when datasets are opened."""
         raise NotImplementedError
 
     @_spec
@@ -186,14 +184,18 @@ class HookSpecs:
 
     @_spec
     def register_optimizers(self) -> list[OptimizerEntry]:
-        """gather: optimizers for `--optimizer`. A factory is imported only when its optimizer is chosen."""
+        """gather: optimizers for `--optimizer`. A factory is imported only when its optimizer is chosen.
+
+        Called in the launcher, to check the option, and on every rank. A class of torch often suffices as the factory.
+        """
         raise NotImplementedError
 
     @_spec
     def register_periodic_work(self) -> list[PeriodicEntry]:
         """gather: what all ranks do together between steps, such as generating validation images.
 
-        A factory is called in the launcher, for its checks, and on every rank.
+        A factory is called in the launcher, for its checks, and on every rank. All ranks do the work together when one of them
+        says that it is due. A failure that every rank raises as an `AttemptFailed` is reported, and training continues.
         """
         raise NotImplementedError
 
@@ -201,7 +203,8 @@ class HookSpecs:
     def register_checkpoint_formats(self) -> list[CheckpointFormat]:
         """gather: formats of checkpoints for `smalti checkpoint convert`.
 
-        A factory is called in a separate process, which may import torch. It must not run code from the files that it reads.
+        A factory is called in a separate process, which may import torch. It must not run code from the files that it reads:
+        read pickles with `torch.load(..., weights_only=True)`.
         """
         raise NotImplementedError
 
@@ -243,8 +246,8 @@ class HookSpecs:
     def notices_before_launch(self, config: Config, plan: DistributedPlan, kind: str) -> list[str]:
         """gather, isolated: what the user should know before this launch, in sentences.
 
-        Called in the launcher that prepares the run directory, also for a dry run. `kind` is that of the devices. Nothing here
-        may stop the launch: problems belong to `check_config`.
+        Called in the launcher that prepares the run directory, also for a dry run. `kind` is that of the devices: "cpu",
+        "cuda" ... Nothing here may stop the launch: problems belong to `check_config`.
         """
         raise NotImplementedError
 
@@ -254,8 +257,9 @@ class HookSpecs:
     def detect_blocks(self, model: nn.Module, family: ModelFamily, config: Config) -> list[Block] | None:
         """decide: the repeated modules of the model, outermost first and in forward order.
 
-        The parameters of `model` are on the meta device: use names, classes and shapes only. The core returns the modules of
-        the classes that the family names, or of those that repeat inside `ModuleList` and `Sequential`.
+        They are the units of sharding, activation checkpointing and compilation. The parameters of `model` are on the meta
+        device: use names, classes and shapes only. The core returns the modules of the classes that the family names, or of
+        those that repeat inside `ModuleList` and `Sequential`.
         """
         raise NotImplementedError
 
@@ -274,10 +278,11 @@ class HookSpecs:
     def build_optimizer(
         self, model: nn.Module, groups: list[dict[str, object]], config: Config, registry: list[OptimizerEntry]
     ) -> torch.optim.Optimizer | None:
-        """decide: the optimizer for the wrapped model.
+        """decide: the optimizer for the wrapped `model`.
 
         `groups` are torch parameter groups, whose `params` are (name, parameter) pairs of the trainable parameters. `registry`
-        has the optimizers of all plugins; the core uses the one that `--optimizer` names.
+        has the optimizers of all plugins; the core uses the one that `--optimizer` names. Prefer `register_optimizers` unless
+        the optimizer needs more than its parameters and the usual settings. A name that is handled here is registered too.
         """
         raise NotImplementedError
 
@@ -285,20 +290,27 @@ class HookSpecs:
 
     @_spec
     def on_rank_start(self, state: RunState, info: RankInfo) -> None:
-        """notify: the ranks are connected; data, model and encoding follow. On every rank.
+        """notify, isolated: the ranks are connected; data, model and encoding follow. On every rank.
 
-        `state` is that of the whole run, so faults can be reported from here on. `on_rank_end` always follows.
+        `state` is that of the whole run: `report_fault` can be called from here on, from any thread; `max_steps` is 0 until
+        the data were read. What has to run during hours of encoding too starts here. `on_rank_end` always follows.
         """
         raise NotImplementedError
 
     @_spec
     def on_phase(self, state: RunState, phase: Phase) -> None:
-        """notify: this rank has begun a phase, or continues one after another within it. On every rank."""
+        """notify, isolated: this rank has begun a phase, or continues one after another within it. On every rank.
+
+        In the thread of the loop: keep it below a millisecond. "saving" is the part of a save for which training waits.
+        """
         raise NotImplementedError
 
     @_spec
     def on_rank_end(self, state: RunState, error: BaseException | None) -> None:
-        """notify: all else has ended on this rank, with this exception if it is not None. Close what `on_rank_start` opened."""
+        """notify, isolated: all else has ended on this rank, with this `error` if it is not None.
+
+        Also when the run ends before its loop, which `on_error` does not see. Close what `on_rank_start` opened.
+        """
         raise NotImplementedError
 
     @_spec
@@ -311,9 +323,10 @@ class HookSpecs:
 
     @_spec
     def on_step_end(self, state: RunState, result: StepResult) -> None:
-        """notify: one optimizer step was done, or was skipped. On every rank; may call the `request_` methods of `state`.
+        """notify: one optimizer step was done, or was skipped. On every rank, with the same numbers.
 
-        Called for every step: keep it below a millisecond.
+        May call the `request_` methods of `state`, which take effect on all ranks at this boundary. Called for every step: keep
+        it below a millisecond.
         """
         raise NotImplementedError
 
@@ -328,25 +341,29 @@ class HookSpecs:
 
     @_spec
     def on_validation(self, state: RunState, result: ValidationResult) -> None:
-        """notify: validation images were written. On every rank."""
+        """notify, isolated: validation images were written. On every rank."""
         raise NotImplementedError
 
     @_spec
     def on_evaluation(self, state: RunState, result: EvaluationResult) -> None:
-        """notify: the loss on held-out images was measured. On every rank, with the same numbers."""
+        """notify, isolated: the loss on held-out images was measured. On every rank, with the same numbers.
+
+        May request a save or a stop, on which the ranks agree at the end of the next step. Trackers have `log_metrics`.
+        """
         raise NotImplementedError
 
     @_spec
     def on_checkpoint(self, state: RunState, checkpoint: Checkpoint) -> None:
-        """notify: a checkpoint is complete and visible. On every rank, at the same step boundary.
+        """notify, isolated: a checkpoint is complete and visible. On every rank, at the same step boundary.
 
-        Training continues during a save, so `state.step` may be greater than `checkpoint.step`.
+        Training continues during a save, so `state.step` may be greater than `checkpoint.step`. Rotation comes afterwards and
+        may remove older ones.
         """
         raise NotImplementedError
 
     @_spec
     def on_checkpoint_failed(self, state: RunState, error: UserError) -> None:
-        """notify: a checkpoint could not be written, for example because the disk is full. On every rank.
+        """notify, isolated: a checkpoint could not be written, for example because the disk is full. On every rank.
 
         Older checkpoints are intact. The run continues or stops, as `--on_save_error` says.
         """
@@ -354,10 +371,10 @@ class HookSpecs:
 
     @_spec
     def on_warning(self, state: RunState, message: str, error: Exception) -> None:
-        """notify: something failed and the run continues without it: a validation, an evaluation, an isolated hook of a plugin.
+        """notify, isolated: something failed and the run continues without it: a validation, an evaluation, an isolated hook.
 
-        On every rank that knows of it. `message` is one sentence, which is in the log already. An exception here is only
-        logged.
+        On every rank that knows of it. `message` is one sentence, which is in the log already. `error` has no traceback on a
+        rank that only heard of it. An exception here is only logged.
         """
         raise NotImplementedError
 
@@ -365,22 +382,22 @@ class HookSpecs:
     def explain_error(self, state: RunState, error: Exception, info: RankInfo, run: object | None) -> UserError | None:
         """gather, isolated: what an exception means that says that memory ran out, and what would help; None if unknown.
 
-        On the rank that raised it. The message and the fix of the first answer take the place of torch's; type and exit code
+        On the rank that raised `error`. Message and fix of the first answer take the place of torch's; type and exit code
         stay. `run` is the `smalti.training.Run`; None while it is built. There is little memory left: allocate no tensors.
         """
         raise NotImplementedError
 
     @_spec
     def on_error(self, state: RunState, error: BaseException) -> None:
-        """notify: an exception is leaving the loop on this rank, after this hook. Other ranks may not know of it."""
+        """notify, isolated: `error` is leaving the loop on this rank. Other ranks may not know of it: run no collectives."""
         raise NotImplementedError
 
     @_spec
     def on_train_end(self, state: RunState, outcome: Outcome | None) -> None:
-        """notify: the run has ended on this rank; `outcome` is None after an error. Close what `on_train_start` opened.
+        """notify, isolated: the run has ended on this rank; `outcome` is None after an error.
 
-        Called for every plugin whose `on_train_start` has returned, even if other plugins fail here. If `state.stop_reason` is
-        `StopReason.TAKEN_OVER`, the run directory is that of another launch: nothing may be written into it.
+        Close what `on_train_start` opened. Called for every plugin whose `on_train_start` has returned, even if others fail. If
+        `state.stop_reason` is `StopReason.TAKEN_OVER`, the run directory is that of another launch: write nothing into it.
         """
         raise NotImplementedError
 
@@ -394,7 +411,10 @@ class HookSpecs:
 
     @_spec
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
-        """notify, main rank only, isolated: numbers for a tracker. A plugin that fails here is not called again."""
+        """notify, isolated: numbers for a tracker, `metrics` of `step` by name. On the main rank, every `--log_interval` steps.
+
+        docs/metrics.md has all names. A plugin that fails here gets no more metrics.
+        """
         raise NotImplementedError
 
     @_decide
@@ -424,17 +444,22 @@ class HookSpecs:
 
     @_spec
     def on_gpu_fault(self, state: RunState, fault: GpuFault) -> FaultAction | None:
-        """gather: what to do about a fault of an accelerator, or None for no opinion. See `FaultAction`.
+        """gather, isolated: what to do about a fault of an accelerator, or None for no opinion. `FaultAction` has what follows.
+
+        Faults are what was reported with `state.report_fault`, errors of the CUDA runtime, and what cuBLAS, cuDNN, the driver,
+        Triton and NCCL raise when a call on this rank's device has failed. Wrong arguments, device-side assertions, memory that
+        ran out, and collectives that failed because of another rank or the network are none.
 
         Called on the rank with the fault: inside the loop, or in another thread before the loop and where the loop does not
-        reach its next step boundary. The largest action of all plugins is used; the core's own counts only if no other plugin
-        returns one. Do not use the accelerator here.
+        reach its next step boundary. The largest action of all plugins is used. The core's own counts only if no other plugin
+        returns one: STOP_UNSAVED for an error of the CUDA runtime, CONTINUE for a warning, STOP_SUSPECT if memory may be
+        corrupt, else STOP_SAVED. Do not use the accelerator here.
         """
         raise NotImplementedError
 
     @_spec
     def on_fault(self, state: RunState, fault: GpuFault, action: FaultAction) -> None:
-        """notify: it is decided what follows a fault, the largest action of all plugins. On the rank with the fault.
+        """notify, isolated: it is decided what follows a fault, the largest action of all plugins. On the rank with the fault.
 
         Called where `on_gpu_fault` was called, just after it. The rank may end soon: write at once what is to remain.
         """

@@ -108,7 +108,7 @@ def test_the_help_says_how_many_steps_are_measured():
 
 
 def test_the_keys_of_json_are_those_of_the_documentation():
-    page = (Path(__file__).parents[3] / "docs/plan.md").read_text()
+    page = (Path(__file__).parents[3] / "bench/plan.md").read_text()
     section = page.partition("## As JSON")[2].partition("\n## ")[0]
     whole, way = (
         {name for row in rows.splitlines() if row.startswith("| `") for name in re.findall("`(\\w+)`", row.split("|")[1])}

@@ -42,6 +42,8 @@ HEAVY = (
     "torch.distributed.launcher.api",
     "torch.distributed.run",
 )
+FORKED = {"smalti"}
+"""Packages whose modules are forked."""
 _LONGEST = 1 << 18
 
 
@@ -58,7 +60,7 @@ def module_of(command: Sequence[str]) -> int | None:
     ours = (
         len(command) > place + 1 and os.path.normpath(command[0]) == os.path.normpath(sys.executable) and command[place] == "-m"
     )
-    return place + 1 if ours and command[place + 1].split(".")[0] == "smalti" else None
+    return place + 1 if ours and command[place + 1].split(".")[0] in FORKED else None
 
 
 def run_command(command: Sequence[str], environment: Mapping[str, str], folder: str) -> None:

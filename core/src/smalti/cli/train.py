@@ -56,8 +56,8 @@ class Train(Command):
     context_settings={"ignore_unknown_options": True},
     options_metavar="[CONFIG] [--OPTION=VALUE]...",
     examples=(
-        "smalti train --model_family=toy --instance_data_dir=photos \\\n"
-        "    --output_dir=runs/first --resolution=64 --max_train_steps=1000",
+        "smalti train --model_family=sdxl --model_type=lora --instance_data_dir=photos \\\n"
+        "    --output_dir=runs/first --max_train_steps=1000",
         "smalti train runs/first/config.toml --max_train_steps=2000",
         "smalti train --help fsdp",
     ),

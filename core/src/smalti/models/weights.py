@@ -210,8 +210,9 @@ class PostLoadTransform(Protocol):
 def materialise(model: nn.Module, weights: Weights, device: str) -> nn.Module:
     """The model with every meta parameter replaced by its tensor from `weights`, and everything on `device`.
 
-    For backends that keep the whole model on each rank. Parameters that are shared stay shared; types are the model's. Each
-    `PostLoadTransform` is called before the next module gets its weights, so that what it frees never exists all at once.
+    For backends that keep the whole model on each rank. Parameters that are shared stay shared; types are the model's; the
+    memory is never that of `weights`. Each `PostLoadTransform` is called before the next module gets its weights, so that what
+    it frees never exists all at once.
     """
     made: WeakValueDictionary[nn.Parameter, nn.Parameter] = WeakValueDictionary()
     known = set(weights.names())
@@ -222,7 +223,7 @@ def materialise(model: nn.Module, weights: Weights, device: str) -> nn.Module:
             ready = made.get(parameter)
             if ready is None:
                 tensor = first_weight(weights, f"{prefix}.{name}" if prefix else name, parameter)
-                ready = nn.Parameter(tensor.to(device, parameter.dtype), requires_grad=parameter.requires_grad)
+                ready = nn.Parameter(tensor.to(device, parameter.dtype, copy=True), requires_grad=parameter.requires_grad)
                 made[parameter] = ready
             module._parameters[name] = ready
         for name, buffer in list(module._buffers.items()):

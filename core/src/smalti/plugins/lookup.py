@@ -83,7 +83,7 @@ def find_family(config: Config, plugins: Plugins) -> ModelFamily:
     if problems := family_problems(created):
         raise BrokenPlugin(
             f"{entry.kind} {entry.name!r} of {entry.origin} cannot be used: {type(created).__name__} {'; '.join(problems)}",
-            fix=f"inherit from smalti.models.ModelFamily and see docs/protocols.md; {entry.origin.workaround}",
+            fix=f"inherit from smalti.models.ModelFamily and see docs/reference/protocols.md; {entry.origin.workaround}",
         )
     family = cast("ModelFamily", created)
     if config[ModelOptions].model_type == "lora" and not family.adaptable:

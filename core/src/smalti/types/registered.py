@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pkgutil import resolve_name
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, cast
 
 import click
 
@@ -52,12 +52,14 @@ class FamilyEntry(Registered):
 
     `factory` is "module:callable", imported only when the family is chosen. The callable takes the `Config` and returns a
     `smalti.models.ModelFamily`. `flavours` maps each variant to the path or hub id of its weights; it is empty if there is only
-    one. `downloads` means that the factory may download weights; it is then called after all other checks of the configuration.
+    one. `gated` are those of these ids that need an account which has accepted their terms. `downloads` means that the factory
+    may download weights; it is then called after all other checks of the configuration.
     """
 
     kind = "the model family"
     factory: str
     flavours: Mapping[str, str] = field(default_factory=dict)
+    gated: frozenset[str] = frozenset()
     downloads: bool = False
 
 
@@ -194,8 +196,7 @@ class Deferred(click.Command):
 
     def load(self) -> click.Command:
         """The command itself."""
-        command: click.Command = resolve_name(self.address)
-        return command
+        return cast(click.Command, resolve_name(self.address))
 
     def make_context(self, *arguments: Any, **settings: Any) -> click.Context:
         return self.load().make_context(*arguments, **settings)

@@ -110,7 +110,9 @@ class FaultAction(IntEnum):
     """What to do about a fault of an accelerator. The largest action of all plugins is used, and of all ranks.
 
     A fault that was reported (`RunState.report_fault`) lets the running step end: all ranks stop at the same step boundary, and
-    save together unless the action is STOP_UNSAVED.
+    save together unless the action is STOP_UNSAVED. Then the lowest rank without the fault saves a checkpoint marked as
+    suspect, if each rank holds the whole state. A rank that does not reach the boundary within 5 seconds and the time of two
+    steps exits, and the others treat it as lost. Before the loop a stop ends the run with exit code 5.
 
     A fault that is an exception in a step skips that step in a single process, which changes no weights. Every action becomes
     STOP_UNSAVED if the fault happened while the weights were being changed, or if ten steps in a row were

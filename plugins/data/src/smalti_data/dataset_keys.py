@@ -1,4 +1,4 @@
-"""The keys of a dataset entry as tables of Markdown: the end of docs/datasets.md, and `smalti dataset reference`."""
+"""`smalti dataset reference`: the keys of a dataset entry as Markdown, and the page docs/reference/dataset-keys.md."""
 
 from __future__ import annotations
 
@@ -62,6 +62,12 @@ SECTIONS: Mapping[str, tuple[str, ...]] = {
 }
 """Every key in the section under which it is shown."""
 
+_INTRODUCTION = (
+    "# Keys of a dataset",
+    "",
+    "All keys of an entry in a dataset file, with their defaults. [Datasets](../datasets.md) says what to use them for.",
+    "This page is generated: `smalti dataset reference > docs/reference/dataset-keys.md`.",
+)
 _TYPES = {bool: "true \\| false", int: "integer", float: "number", Path: "path"}
 _NONE = type(None)
 
@@ -78,14 +84,14 @@ def dataset_reference() -> str:
 
 
 def _lines() -> Iterator[str]:
-    yield "## All keys"
+    yield from _INTRODUCTION
     for title, keys in SECTIONS.items():
-        yield from ("", f"### {title}", "", *_table((key, DATASET_KEYS[""][key]) for key in keys))
+        yield from ("", f"## {title}", "", *_table((key, DATASET_KEYS[""][key]) for key in keys))
     yield from ("", "`disabled: true` (or `disable`) switches an entry off.")
     for title, fields in DATASET_KEYS.items():
         if title:
             note = ("In the entry or its `huggingface` block, with those above.", "") if "huggingface" in title else ()
-            yield from ("", f"### {title}", "", *note, *_table(fields.items()))
+            yield from ("", f"## {title}", "", *note, *_table(fields.items()))
 
 
 def _table(fields: Iterable[tuple[str, FieldInfo]]) -> Iterator[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from smalti import FamilyEntry, hookimpl
-from smalti_diffusers.flavours import FLAVOURS
+from smalti_diffusers.flavours import FLAVOURS, GATED
 
 if TYPE_CHECKING:
     from smalti import Config, OptionGroup, Problem
@@ -13,7 +13,9 @@ if TYPE_CHECKING:
 
 def _entry(name: str, title: str) -> FamilyEntry:
     factory = f"smalti_diffusers.families.{name}:family"
-    return FamilyEntry(name=name, title=title, factory=factory, flavours=FLAVOURS[name], downloads=True)
+    flavours = FLAVOURS[name]
+    gated = GATED.intersection(flavours.values())
+    return FamilyEntry(name=name, title=title, factory=factory, flavours=flavours, gated=gated, downloads=True)
 
 
 FAMILIES = (

@@ -1,4 +1,7 @@
-"""`smalti plan`, the forecast of memory before a launch, and the explanation of errors of memory. Imports no torch."""
+"""`smalti plan`, `smalti config new`, the forecast of memory before a launch, the explanation of errors of memory.
+
+Imports no torch.
+"""
 
 from __future__ import annotations
 
@@ -37,6 +40,8 @@ class Plan:
     def register_commands(self, commands: CommandCollector) -> None:
         summary = "Say what fits on which GPUs, and what is fastest, before a launch."
         commands.add_deferred("smalti_plan.command:plan", summary, section="Training")
+        summary = "Write a configuration for a model, a card and a folder of images."
+        commands.below("config").add_deferred("smalti_plan.presets.command:new", summary)
 
     @hookimpl
     def register_caches(self) -> list[CacheEntry]:

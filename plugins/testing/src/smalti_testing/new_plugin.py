@@ -23,6 +23,7 @@ from smalti.cli import Group
 from smalti.config import PLUGINS, package_of_family, package_of_storage
 from smalti.hookspecs import HookSpecs
 from smalti.plugins import Plugins, RegisterHook, load_plugins, selection_of
+from smalti_testing.hooks_page import hooks_page
 from smalti_testing.protocols import page
 
 _SUFFIX = ".tmpl"
@@ -101,10 +102,12 @@ def new(name: str, kind: str, folder: Path | None, as_json: bool) -> None:
     click.echo("next:\n" + "\n".join(f"  {step}" for step in steps))
 
 
-@plugin.command(examples=("smalti plugin reference > protocols.md",))
-def reference() -> None:
-    """Print the protocols that the classes of a plugin implement, as Markdown."""
-    click.echo(page(), nl=False)
+@plugin.command(examples=("smalti plugin reference hooks > hooks.md",))
+@click.argument("subject", type=click.Choice(("protocols", "hooks")), default="protocols")
+def reference(subject: str) -> None:
+    """Print every protocol that a plugin implements, or every hook, as Markdown."""
+    text = page() if subject == "protocols" else hooks_page(load_plugins(strict=False))
+    click.echo(text, nl=False)
 
 
 def _checked(name: str, kind: str) -> str:

@@ -1,4 +1,4 @@
-"""`smalti config reference`: every option, and the page docs/configuration.md. Everything comes from the declared fields."""
+"""`smalti config reference`: every option from its declared field, and the page docs/reference/configuration.md."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ _INTRODUCTION = """\
 
 For everyone who looks up an option: all options of `smalti train`, with those of the official plugins. In a terminal,
 `smalti train --help lora` shows a section and `smalti train --help ema_decay` one option. `smalti config explain KEY` shows
-the value in your run and its source. This page is generated: `smalti config reference > docs/configuration.md`.
+the value in your run and its source. This page is generated: `smalti config reference > docs/reference/configuration.md`.
 
 ## How to give options
 

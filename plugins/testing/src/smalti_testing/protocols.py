@@ -154,8 +154,8 @@ _INTRODUCTION = """\
 # Protocols
 
 For authors of plugins: every class that a plugin implements, returns or receives, with the signature of each method. The hooks
-themselves are in [hooks.md](hooks.md), the way to a first plugin in [writing-a-plugin.md](writing-a-plugin.md). This page is
-generated from the source: `smalti plugin reference > docs/protocols.md`.
+themselves are in [Every hook](hooks.md), the way to a first plugin in [Writing a plugin](../writing-a-plugin.md). This page is
+generated from the source: `smalti plugin reference > docs/reference/protocols.md`.
 
 A model family inherits from `ModelFamily`. A protocol is not a base class: a class needs its methods and inherits from nothing.
 Each method says where it has a default:
@@ -203,18 +203,21 @@ def _reference(address: str) -> Iterator[str]:
     yield from (f"### `{name}`", "", f"*in* `{module}`{inherited}", "", *_docstring_lines(node), "")
     if fields := list(_fields(node)):
         yield from _table(fields)
-    members = [
-        (ast.unparse(target), ast.unparse(each.value))
-        for each in node.body
-        if isinstance(each, ast.Assign)
-        for target in each.targets
-        if isinstance(each.value, ast.Constant) and not ast.unparse(target).startswith("_")
-    ]
-    if members:
-        yield from ("| member | value |", "|---|---|", *(f"| `{member}` | `{value}` |" for member, value in members), "")
+    if members := list(_members(node)):
+        rows = (f"| `{member}` | `{value}` | {_cell(meaning)} |" for member, value, meaning in members)
+        yield from ("| member | value | |", "|---|---|---|", *rows, "")
     if methods := [each for each in _methods(node) if not _is_setter(each)]:
         rows = (f"| `{_cell(_signature(each))}` | {_cell(_summary(each))} |" for each in methods)
         yield from ("| method | |", "|---|---|", *rows, "")
+
+
+def _members(node: ast.ClassDef) -> Iterator[tuple[str, str, str]]:
+    """Name, value and meaning of each constant of a class, such as the members of an enumeration."""
+    for statement, after in zip(node.body, [*node.body[1:], None], strict=True):
+        if isinstance(statement, ast.Assign) and isinstance(statement.value, ast.Constant):
+            for target in map(ast.unparse, statement.targets):
+                if not target.startswith("_"):
+                    yield target, ast.unparse(statement.value), _text(after)
 
 
 def _summary(method: ast.FunctionDef) -> str:

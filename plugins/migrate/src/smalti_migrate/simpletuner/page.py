@@ -1,4 +1,4 @@
-"""SimpleTuner's options as Markdown: the end of docs/simpletuner.md, and `smalti config reference --simpletuner`."""
+"""SimpleTuner's options as Markdown: the page docs/reference/simpletuner.md, and `smalti config reference --simpletuner`."""
 
 from __future__ import annotations
 
@@ -13,23 +13,28 @@ from smalti_migrate.simpletuner.run_keys import PREFIXES
 from smalti_migrate.simpletuner.spelling import DEFAULTS
 from smalti_migrate.simpletuner.table import KEYS
 
-HEAD = "## All keys"
+_INTRODUCTION = (
+    "# Options of SimpleTuner",
+    "",
+    "What becomes of each option of a `config.json` of SimpleTuner. [Coming from SimpleTuner](../moving.md#simpletuner) says",
+    "how such a file is read. This page is generated: `smalti config reference --simpletuner > docs/reference/simpletuner.md`.",
+    "",
+)
 
 
 def reference_keys_page(schema: Schema) -> str:
-    """The tables under the heading `All keys`. Options of the schema that mean the same in both are in none of them."""
+    """The page: all tables. Options of the schema that mean the same in both are in none of them."""
     return "\n".join(_lines(schema)) + "\n"
 
 
 def _lines(schema: Schema) -> Iterator[str]:
-    yield from (HEAD, "")
+    yield from _INTRODUCTION
     yield 'null and empty texts always mean "not given". An option that is in no table has the same name and meaning in both.'
     yield from _table("Another name or other values", "SimpleTuner | smalti | difference", _converted(schema))
     yield from _table("Refused", "SimpleTuner | accepted | why | instead", _refused(schema))
     yield from _table("No effect", "SimpleTuner | why", _ignored(schema))
     yield from _table("Names of models", "family | SimpleTuner | smalti", _models())
     yield from _table("Defaults", "option | SimpleTuner | smalti | condition", _defaults(schema))
-    yield from ("", "## Keys of the data file")
     yield from _table("Keys of datasets without an effect", "key | accepted silently | why", _dataset_keys(WITHOUT_EFFECT))
     yield from _table("Keys of datasets that are refused", "key | accepted | why | instead", _dataset_keys(REFUSED))
     values = ((f"`{key}`", f"`{value}`", fix) for key, each in UNSUPPORTED.items() for value, fix in each.items())
@@ -37,7 +42,7 @@ def _lines(schema: Schema) -> Iterator[str]:
 
 
 def _table(title: str, columns: str, rows: Iterable[tuple[str, ...]]) -> Iterator[str]:
-    yield from ("", f"### {title}", "", f"| {columns} |", "|" + "---|" * (columns.count("|") + 1))
+    yield from ("", f"## {title}", "", f"| {columns} |", "|" + "---|" * (columns.count("|") + 1))
     yield from ("| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows)
 
 

@@ -12,7 +12,7 @@ from starlette.responses import HTMLResponse, RedirectResponse, Response
 
 from smalti import UserError
 from smalti.config import PLUGINS
-from smalti_webui.configs import editing, save_pages, starting
+from smalti_webui.configs import editing, presets, save_pages, starting
 from smalti_webui.configs.checking import checked, state
 from smalti_webui.configs.drafts import Draft, DraftStore, drafts_of
 from smalti_webui.configs.finding import find_files
@@ -25,6 +25,7 @@ from smalti_webui.server.messages import toast
 from smalti_webui.server.templating import page
 
 router = APIRouter(prefix="/configs")
+router.include_router(presets.router)
 router.include_router(editing.router)
 router.include_router(save_pages.router)
 

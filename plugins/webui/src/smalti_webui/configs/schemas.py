@@ -42,6 +42,16 @@ def suggestions_for(file: Path) -> dict[str, tuple[tuple[str, str], ...]]:
     }
 
 
+def models() -> dict[str, str]:
+    """What `smalti config new --model` takes of the installed families, each with a title."""
+    found = {}
+    for name, entry in known_families(_loaded(Selection())).items():
+        for flavour, weights in entry.flavours.items() or [("", "")]:
+            gated = ", needs a login" if weights in entry.gated else ""
+            found[f"{name}/{flavour}".rstrip("/")] = f"{entry.title}{f': {flavour}' if flavour else ''}{gated}"
+    return found
+
+
 def schema_for(file: Path) -> tuple[Schema, list[Problem]]:
     """The options for a configuration file, which may select plugins; and what is wrong with that selection."""
     try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import OrderedDict
 from collections.abc import Mapping
+from dataclasses import replace
 from difflib import unified_diff
 from typing import Annotated, Any
 
@@ -20,7 +21,7 @@ from smalti_webui.hardware.availability import refusals
 from smalti_webui.hardware.detection import Detected, in_bf16
 from smalti_webui.hardware.edited import Edited, as_text
 from smalti_webui.server.messages import toast
-from smalti_webui.server.processes import Result, run_cli
+from smalti_webui.server.processes import Result, failure, run_cli
 from smalti_webui.server.templating import page, partial
 
 router = APIRouter(prefix="/hardware")
@@ -321,15 +322,8 @@ async def apply_plan(request: Request, draft: str, ranks: Annotated[int, Form()]
 
 
 def _failure(done: Result, command: str, subject: Edited) -> Problem:
-    """What a command ended with, in its own words."""
-    lines = [line.strip() for line in subject.named(done.stderr).strip().splitlines()]
-    message = next((line for line in lines if line.startswith("smalti: error:")), "")
-    place = lines.index(message) if message else 0
-    rest = lines[place + 1 :] if message else lines[-3:]
-    fix = next((line.removeprefix("fix: ") for line in rest if line.startswith("fix: ")), "")
-    details = " ".join(line.removeprefix("- ") for line in rest if line.startswith("- "))
-    text = message.removeprefix("smalti: error: ") or " ".join(rest) or f"{command} ended with exit code {done.code}"
-    return Problem(message=f"{text} {details}".strip(), fix=fix)
+    """What a command ended with, in its own words, with the name of the draft in place of its file."""
+    return failure(replace(done, stderr=subject.named(done.stderr)), command)
 
 
 def _texts(form: FormData) -> dict[str, str]:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
+from smalti import Problem
 from smalti.system import kill_tree, load_json
 from smalti_webui.server.departure import while_waited_for
 
@@ -34,6 +35,18 @@ class Result:
     stderr: str
     json: Any | None = None
     timed_out: bool = False
+
+
+def failure(done: Result, command: str) -> Problem:
+    """What a command ended with, in its own words."""
+    lines = [line.strip() for line in done.stderr.strip().splitlines()]
+    message = next((line for line in lines if line.startswith("smalti: error:")), "")
+    place = lines.index(message) if message else 0
+    rest = lines[place + 1 :] if message else lines[-3:]
+    fix = next((line.removeprefix("fix: ") for line in rest if line.startswith("fix: ")), "")
+    details = " ".join(line.removeprefix("- ") for line in rest if line.startswith("- "))
+    text = message.removeprefix("smalti: error: ") or " ".join(rest) or f"{command} ended with exit code {done.code}"
+    return Problem(message=f"{text} {details}".strip(), fix=fix)
 
 
 def command(args: Sequence[str]) -> list[str]:

@@ -1,0 +1,1 @@
+"""`smalti config new`: a configuration for a model, a card and a goal."""
