@@ -1,5 +1,5 @@
 # make demo · make demo-flux · make quick · make test · make test-cuda-wheel · make check · make fix · make docs
-# make torture · make bench · make gpu-day · make clean
+# make torture · make bench · make gpu-day · make dist · make version VERSION=0.3.0 · make clean
 
 PYTHON ?= python3.11
 VENV := .venv
@@ -18,7 +18,7 @@ TEST_ENV := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= HF_HOME="$(CURDIR)/$(VENV
 	CPATH="$(LIBAIO)/include$${CPATH:+:$$CPATH}" LIBRARY_PATH="$(LIBAIO)/lib$${LIBRARY_PATH:+:$$LIBRARY_PATH}" \
 	LD_LIBRARY_PATH="$(LIBAIO)/lib$${LD_LIBRARY_PATH:+:$$LD_LIBRARY_PATH}"
 
-.PHONY: demo demo-flux quick test test-cuda-wheel check lint fix docs torture bench gpu-day clean
+.PHONY: demo demo-flux quick test test-cuda-wheel check lint fix docs torture bench gpu-day dist version clean
 
 demo: $(VENV)/demo.done
 	$(BIN)/python examples/emoji/prepare.py demo/faces
@@ -90,9 +90,23 @@ GPU_PYTHON ?= .venv-cuda/$(firstword $(CUDA_TORCH))/bin/python
 gpu-day: $(filter .venv-cuda/%,$(GPU_PYTHON:%/bin/python=%/done))
 	PYTHONPATH=bench $(GPU_PYTHON) -m gpuday --minutes=$(MINUTES) $(ARGS)
 
+# Wheels and sdists of the last commit, built twice, installed into empty environments and tried: ARGS="--build-only", or
+# ARGS="--address=URL" with the address of the repository.
+dist: .venv-dist/tools/done
+	.venv-dist/tools/bin/python tests/support/distributions.py $(ARGS)
+
+.venv-dist/tools/done: constraints.txt
+	$(PYTHON) -m venv .venv-dist/tools
+	.venv-dist/tools/bin/python -m pip install --quiet --quiet --disable-pip-version-check -c constraints.txt hatchling twine uv
+	touch $@
+
+# All packages have one version, which stands in many files.
+version:
+	@$(PYTHON) tests/support/version.py $(VERSION)
+
 # Checkpoints and images of the demo belong to the user; only what was built is removed.
 clean:
-	rm -rf $(VENV) .venv-cuda .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-cuda .venv-dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -not -path './.git/*' -prune -exec rm -rf {} +
 
 $(BIN)/python:

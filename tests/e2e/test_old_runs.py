@@ -11,15 +11,14 @@ import pytest
 from support.forked_popen import run_forked
 from support.old_runs import losses, pipeline
 
-ARCHIVE = Path(__file__).parents[1] / "data" / "runs-0.1.0a.tar.xz"
-CHANGES = {"sharded": ("--no_fsdp_enable", "--num_processes=1", "--train_batch_size=4"), "adapter": ()}
-
-
-@pytest.fixture
-def place(tmp_path):
-    with tarfile.open(ARCHIVE) as tar:
-        tar.extractall(tmp_path, filter="data")
-    return tmp_path
+DATA = Path(__file__).parents[1] / "data"
+ARCHIVES = {
+    "runs-0.1.0a": {"sharded": ("--no_fsdp_enable", "--num_processes=1", "--train_batch_size=4"), "adapter": ()},
+    "runs-format-1": {"plain": ()},
+    "runs-0.2.0": {"plain": ()},
+}
+"""Runs of each archive, with what changes when they are resumed."""
+FORMATS = {"runs-0.1.0a": 2, "runs-format-1": 1, "runs-0.2.0": 2}
 
 
 def encoded(place: Path) -> set[Path]:
@@ -27,11 +26,18 @@ def encoded(place: Path) -> set[Path]:
     return {*place.glob("adapter/cache/texts-*/*"), *place.glob("adapter/cache/latents-*")}
 
 
-@pytest.mark.parametrize("run", CHANGES)
-def test_a_run_of_an_older_version_is_resumed_from_its_checkpoint_and_its_encoded_data(place, run):
-    pipeline(place / "base")
+@pytest.mark.parametrize(("archive", "run"), [(archive, run) for archive, runs in ARCHIVES.items() for run in runs])
+def test_a_run_of_an_older_version_is_resumed_from_its_checkpoint_and_its_encoded_data(tmp_path, archive, run):
+    place = tmp_path
+    with tarfile.open(DATA / f"{archive}.tar.xz") as tar:
+        tar.extractall(place, filter="data")
+    (manifest,) = place.glob(f"{run}/checkpoints/*/manifest.json")
+    assert json.loads(manifest.read_text())["version"] == FORMATS[archive]
+    if run == "adapter":
+        pipeline(place / "base")
     before = encoded(place)
-    words = ["train", f"{run}/config.toml", "--max_train_steps=4", "--without=plots", *CHANGES[run]]
+    assert run_forked([sys.executable, "-m", "smalti", "checkpoint", "verify", run], cwd=place).returncode == 0
+    words = ["train", f"{run}/config.toml", "--max_train_steps=4", "--without=plots", *ARCHIVES[archive][run]]
     done = run_forked([sys.executable, "-m", "smalti", *words], cwd=place, timeout=120)
     assert done.returncode == 0, done.stdout + done.stderr
     assert losses(place / run) == pytest.approx(json.loads((place / "losses.json").read_text())[run], rel=1e-4)

@@ -11,4 +11,5 @@ Modules inside them belong to the core alone and may change with any release.
 
 import lazy_loader
 
+__version__ = "0.2.0"
 __getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

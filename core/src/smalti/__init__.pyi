@@ -61,3 +61,5 @@ from .types import (
     ValidationResult as ValidationResult,
     World as World,
 )
+
+__version__: str

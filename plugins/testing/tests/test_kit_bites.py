@@ -337,7 +337,7 @@ def test_a_family_that_samples_as_it_trains_is_taken(prediction, schedule):
 # --- plugins --------------------------------------------------------------------------------------------------------
 
 
-def install(folder: Path, body: str, requires: str = "smalti>=0.1,<0.2") -> None:
+def install(folder: Path, body: str, requires: str = "smalti>=0.2,<0.3") -> None:
     """A package on the path with one plugin, `faulty`, whose class has this body."""
     info = folder / "smalti_faulty-1.0.dist-info"
     info.mkdir(parents=True)
@@ -347,7 +347,7 @@ def install(folder: Path, body: str, requires: str = "smalti>=0.1,<0.2") -> None
 
 
 @contextmanager
-def installed(folder: Path, body: str, monkeypatch: pytest.MonkeyPatch, requires: str = "smalti>=0.1,<0.2"):
+def installed(folder: Path, body: str, monkeypatch: pytest.MonkeyPatch, requires: str = "smalti>=0.2,<0.3"):
     """The faulty plugin, on the path of this process and of those that it starts."""
     install(folder / "site", body, requires)
     monkeypatch.syspath_prepend(folder / "site")

@@ -107,7 +107,7 @@ def installed(folder: Path, command: str, monkeypatch: pytest.MonkeyPatch, name:
     info = folder / f"smalti_{name}-1.0.dist-info"
     info.mkdir(parents=True)
     (info / "METADATA").write_text(
-        f"Metadata-Version: 2.1\nName: smalti-{name}\nVersion: 1.0\nRequires-Dist: smalti>=0.1,<0.2\n"
+        f"Metadata-Version: 2.1\nName: smalti-{name}\nVersion: 1.0\nRequires-Dist: smalti>=0.2,<0.3\n"
     )
     (info / "entry_points.txt").write_text(f"[smalti.plugins]\n{name} = smalti_{name}:plugin\n")
     (folder / f"smalti_{name}.py").write_text(PLUGIN.format(command=command))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 import traceback
-from importlib.metadata import version
 from typing import NoReturn
 
 import click
@@ -49,7 +48,7 @@ class Commands(Root):
 
 
 @click.group(cls=Commands, context_settings=_SPELLING, examples=EXAMPLES, epilog="Every command has --help.")
-@click.version_option(version("smalti"), prog_name="smalti")
+@click.version_option(package_name="smalti", prog_name="smalti")
 def smalti() -> None:
     """Train diffusion models on one GPU or many nodes."""
 

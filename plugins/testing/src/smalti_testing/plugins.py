@@ -122,7 +122,7 @@ def it_is_installed_and_active(subject: PluginSubject) -> None:
 def its_package_says_which_smalti_it_needs(subject: PluginSubject) -> None:
     """Without bounds, a later smalti that has dropped a hook would load this plugin and fail in the middle of something.
 
-    Write `dependencies = ["smalti>=0.1,<0.2"]`: from the oldest that you test with to the next one that may break you.
+    Write `dependencies = ["smalti>=0.2,<0.3"]`: from the oldest that you test with to the next one that may break you.
     """
     if subject.name in BUILT_IN:
         return
