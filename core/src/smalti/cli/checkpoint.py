@@ -28,7 +28,6 @@ from smalti.system import parse_bytes
 if TYPE_CHECKING:
     from smalti.checkpoint import Precision
 
-
 _NEW = click.Path(path_type=Path)
 
 
