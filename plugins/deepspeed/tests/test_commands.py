@@ -184,7 +184,7 @@ def test_with_a_run_contradictions_are_told_and_else_the_whole_configuration(run
         written("gradient_accumulation_steps = 2\n", "config.toml"),
     )
     code, reported, _ = run("deepspeed", "check", file, config)
-    assert (code, "gradient_accumulation_steps is 2, and" in reported, "says 4" in reported) == (2, True, True)
+    assert (code, ": is 2, and" in reported, "says 4" in reported) == (2, True, True)
     code, reported, _ = run("deepspeed", "check", file, "--num_processes=8", "--json")
     assert (code, json.loads(reported)["complete"]["train_batch_size"]) == (0, 32)
 

@@ -92,7 +92,7 @@ def test_none_switches_it_off_and_flags_go_before_an_accelerate_yaml():
     [
         ('{"bf16": {}\n "zero_optimization": {}}', "deepspeed_config:2:2: this is not JSON"),
         ("{'a': 1}", "deepspeed_config:1:2: this is not JSON"),
-        ("[2]", "deepspeed_config contains a list"),
+        ("[2]", "deepspeed_config: contains a list"),
         ('{"bf16": {}, "bf16": {}}', "the key 'bf16' occurs twice"),
         ("no/such.json", "there is no file no/such.json"),
         ("~nobody-of-this-name/zero.json", "there is no file ~nobody-of-this-name/zero.json"),
