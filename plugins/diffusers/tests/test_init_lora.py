@@ -120,8 +120,8 @@ def test_rank_and_alpha_of_the_run_must_be_those_of_the_file(adapter, tmp_path):
     words = ["--model_family=sdxl", "--model_type=lora", f"--init_lora={file}", "--lora_rank=32", "--lora_alpha=1"]
     with pytest.raises(ConfigError) as refused:
         resolve(schema_of(load_plugins()), words, environment={})
-    assert "lora_rank is '32', and rank in init_lora says 4" in str(refused.value)
-    assert "lora_alpha is '1', and alpha in init_lora says 6.0" in str(refused.value)
+    assert "--lora_rank: is '32', and rank in init_lora says 4" in str(refused.value)
+    assert "--lora_alpha: is '1', and alpha in init_lora says 6.0" in str(refused.value)
 
 
 def refusal(tmp_path, contents):

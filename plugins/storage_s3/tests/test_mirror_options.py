@@ -33,7 +33,7 @@ def test_a_url_as_the_run_directory_is_a_folder_of_this_node_and_a_mirror(monkey
 
 
 def test_a_url_and_another_mirror_contradict_each_other():
-    assert "checkpoint_mirror is '/mnt/nas'" in problems("--output_dir=s3://bucket/first", "--checkpoint_mirror=/mnt/nas")
+    assert "checkpoint_mirror: is '/mnt/nas'" in problems("--output_dir=s3://bucket/first", "--checkpoint_mirror=/mnt/nas")
 
 
 @pytest.mark.parametrize(

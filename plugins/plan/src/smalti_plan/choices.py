@@ -79,8 +79,8 @@ def choices(
 ) -> list[Choice]:
     """All ways that the formulas know, the best first. Raises UserError if no number of samples per rank keeps the batch.
 
-    `efficiencies` are the ends of the range of times, the faster one first. Where nothing fits, frozen weights may be kept
-    in less.
+    `efficiencies` are the ends of the range of times, the faster one first. Where nothing fits that keeps all on the devices,
+    frozen weights may be kept in less.
     """
     whole = [each for each in strategies if not each.divided]
 
@@ -93,7 +93,7 @@ def choices(
         ]
 
     found = ways(model, whole if model.indivisible else strategies)
-    if all(each.fit.level != "fits" for each in found):
+    if all(each.fit.level != "fits" for each in found if not each.strategy.offloaded):
         for frozen in model.smaller:
             found += ways(replace(model, frozen=frozen), [_with_frozen(each, frozen) for each in whole])
     if not found:
