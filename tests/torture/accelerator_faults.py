@@ -201,7 +201,8 @@ def slow_ranks(chance: Random, place: Path) -> Report:
         false = [found for window in noise[:60] if (found := scores.update(dict(enumerate(window))))]
         report.expect(not false, f"noise on {ranks} ranks is reported: {false}")
         last = [scores.update({rank: each * (1 + (rank == slow)) for rank, each in enumerate(window)}) for window in noise[60:]]
-        report.expect([list(each) for each in last] == [[], [], [slow]], f"rank {slow} of {ranks} is slow: {last}")
+        told = [rank for window in last for rank in window]  # before the third, where a window of noise counts too
+        report.expect(told == [slow], f"rank {slow} of {ranks} is slow: {last}")
         report.faults += 1
     return report
 
