@@ -61,9 +61,9 @@ test-cuda-wheel-%: .venv-cuda/%/done
 check: lint
 	$(TEST_ENV) $(BIN)/python -m pytest tests/meta $(ARGS)
 
-# Every check of `make gpu-day`, on CPUs, with the fault that is planted for it.
+# Every check of `make gpu-day`, on CPUs, with the fault that is planted for it; and the hour on a cluster, where there is SLURM.
 test-gpu-day: $(VENV)/dev.done $(VENV)/compiled.done
-	SMALTI_TEST_GPU_DAY=whole $(TEST_ENV) $(BIN)/python -m pytest tests/bench/test_gpu_day.py $(ARGS)
+	SMALTI_TEST_GPU_DAY=whole $(TEST_ENV) $(BIN)/python -m pytest tests/bench/test_gpu_day.py tests/bench/test_cluster_day.py $(ARGS)
 
 # What of the checks is no test: `make test` runs those of tests/meta too.
 lint: $(VENV)/dev.done

@@ -1,6 +1,7 @@
 """The hour on a cluster, rehearsed under a real SLURM: two nodes on this machine, with two ranks each."""
 
 import json
+import os
 import re
 import shutil
 import sys
@@ -22,6 +23,8 @@ ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
     """What the report of a job says of each check; and the folder of the job."""
+    if os.environ.get("SMALTI_TEST_GPU_DAY") != "whole":
+        pytest.skip("takes minutes: make test-gpu-day")
     if reason := slurm_forbidden():
         pytest.skip(reason)
     folder = tmp_path_factory.mktemp("cluster-day")

@@ -99,7 +99,7 @@ def test_a_model_in_full_is_spread_over_the_gpus_and_one_that_cannot_fit_is_refu
     assert answer["plan"]["effective_batch"] == 8
     assert answer["steps"] * 8 >= 900 * 10, "ten passes over the images"
     assert config.value("learning_rate") == 1e-5
-    refused = new("--model=lumina2", "--card=0.5GB", "--data=photos")
+    refused = new("--model=lumina2", "--goal=full", "--card=1GB", "--data=photos")
     assert isinstance(refused.exception, UserError)
     assert refused.exception.exit_code == ExitCode.PREFLIGHT
     assert "the least that a way to train needs is" in refused.exception.message
