@@ -54,7 +54,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--folder", default=str(ROOT / "build/gpu-day"), help="what is done, and logs (default: build/gpu-day)")
     parser.add_argument("--results", help="folder of the report (default: bench/results; of a rehearsal the --folder)")
     parser.add_argument("--limit", type=float, help="seconds of each check, instead of 2.5 times those of the table")
-    parser.add_argument("--nodes", type=int, default=0, help="the checks of a cluster, within a job of SLURM of so many nodes")
+    parser.add_argument("--nodes", type=int, default=0, help="the checks of a cluster, within a SLURM job of N nodes")
     parser.add_argument("--per_node", type=int, default=8, help="ranks of each node (default: 8)")
     parser.add_argument("--list", action="store_true", help="print the table and end")
     return parser

@@ -18,7 +18,7 @@ from gpuday.checks import Check
 from gpuday.processes import Setting, tail
 
 _LATE = 2.5
-"""A check that takes so many times what the table says is ended, but none before a minute; in a rehearsal, before five."""
+"""A check is ended after this multiple of its minutes in the table: not before a minute, in a rehearsal not before five."""
 State = dict[str, dict[str, object]]
 
 

@@ -85,7 +85,7 @@ def kill(process: subprocess.Popen[bytes]) -> None:
 def run_ranks(
     setting: Setting, module: str, argument: str, log: Path, *, ranks: int, nodes: int = 0, role: str = "tested"
 ) -> None:
-    """`python -m MODULE ARGUMENT` on so many ranks, to their end. Raises CheckError if one fails."""
+    """Run `python -m MODULE ARGUMENT` on this number of ranks, to their end. Raises CheckError if one fails."""
     if nodes:
         _run_on_nodes(setting, module, argument, log, ranks=ranks, nodes=nodes, role=role)
         return
@@ -150,7 +150,7 @@ def _run_on_nodes(setting: Setting, module: str, argument: str, log: Path, *, ra
 
 
 def srun(nodes: int, script: str, *, tasks: int, hosts: Sequence[str] = ()) -> list[str]:
-    """The command that runs a script of bash in so many tasks on these nodes of the job, by default its first ones."""
+    """The command that runs a bash script in this number of tasks on these nodes of the job, by default its first ones."""
     chosen = hosts or hosts_of_job()[:nodes]
     words = [f"--nodes={nodes}", f"--ntasks={tasks}", f"--ntasks-per-node={-(-tasks // nodes)}"]
     words += [f"--nodelist={','.join(chosen)}", "--cpu-bind=none", "--overlap", "--no-kill", "--kill-on-bad-exit=0"]

@@ -336,7 +336,7 @@ def _on_nodes(*words: str, nodes: int, ranks: int, batch: int = 1) -> Work:
 
 
 def cluster(gpus: int) -> tuple[Check, ...]:
-    """On two nodes with so many GPUs each; some need four nodes."""
+    """On two nodes with this number of GPUs each; some need four nodes."""
     two, hsdp = 2 * gpus, (*SHARDED, f"--fsdp_shard_size={gpus}")
     full = (*SHARDED, f"--fsdp_shard_size={gpus}", "--fsdp_activation_checkpointing")
     return (

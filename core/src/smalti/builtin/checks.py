@@ -94,7 +94,7 @@ def rank_launcher(environment: Mapping[str, str]) -> tuple[str, str] | None:
     """The launcher that has started this process as one of several ranks, and how many it starts ("N" if it does not say).
 
     None where one process was started on the node, as by SLURM, Kubernetes or `torchrun --nproc-per-node=1`. With
-    `accelerate launch` one process counts too, as what it is told of precision and kinds of ranks has no effect.
+    `accelerate launch` one process counts too, as its settings of precision and of the kinds of ranks have no effect.
     """
     ranks = environment.get("WORLD_SIZE", "N")
     if "ACCELERATE_DYNAMO_MODE" in environment and "ACCELERATE_MIXED_PRECISION" in environment:
