@@ -96,9 +96,9 @@ def served(root: Path, tmp_path: Path) -> Iterator[Server]:
     server.stop()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
-    """One Chromium for all tests."""
+    """One Chromium for the tests of a file. While playwright runs, its event loop belongs to this thread: none of asyncio's runs."""
     if CHROMIUM is None:
         pytest.skip("needs Chromium: apt-get install chromium")
     playwright = pytest.importorskip("playwright.sync_api", reason="needs playwright: pip install playwright")
