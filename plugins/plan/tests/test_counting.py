@@ -1,6 +1,7 @@
 """Facts of a model that are counted without weights, against a real forward pass of the same model."""
 
 import json
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -8,8 +9,10 @@ from torch import nn
 
 from smalti.models import find_blocks, materialise
 from smalti.models.weights import without_weights
+from smalti_plan import counting
 from smalti_plan.counting import count_facts
 from smalti_plan.facts import ModelFacts
+from smalti_plan.repeated import Repeated
 from smalti_testing.tiny import TinyFamily
 
 
@@ -73,3 +76,54 @@ def test_the_model_is_left_as_it_was_and_operations_are_those_of_the_family(fami
 def test_facts_survive_json(family):
     _, facts = facts_of(family, bf16=True)
     assert ModelFacts.from_json(json.loads(json.dumps(facts.as_json()))) == facts
+
+
+class TwoOutputs(nn.Module):
+    """A block that returns two parts of one storage and an input as it is; those that get a shift keep that, too."""
+
+    runs = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mixes = nn.Linear(8, 8)
+
+    def forward(self, first, second, shift, extra=None):
+        TwoOutputs.runs += 1
+        both = torch.tanh(self.mixes(torch.cat([first, second], 1)) * shift.exp())
+        if extra is not None:
+            both = torch.tanh(both + extra)
+        return both[:, : first.shape[1]], both[:, first.shape[1] :], shift
+
+
+class DeepFamily(TinyFamily):
+    def build_model(self):
+        model = nn.Module()
+        model.begin, model.end = nn.Linear(8, 8), nn.Linear(8, 8)
+        model.blocks = nn.ModuleList(TwoOutputs() for _ in range(9))
+        return model
+
+    def block_classes(self):
+        return ("TwoOutputs",)
+
+    def forward(self, model, noisy, timesteps, conditioning):
+        first = second = model.begin(torch.ones(1, 6, 8))
+        shift = model.begin(torch.ones(8))
+        for number, block in enumerate(model.blocks):
+            first, second, shift = block(first, second, shift, extra=first[:, :1] if number > 4 else None)
+            first, second = first * shift, second.add_(shift)
+        return model.end(torch.cat([first, second], 1))
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+def test_blocks_that_are_equal_to_two_before_do_not_run_and_count_the_same(monkeypatch, bf16):
+    @contextmanager
+    def all_of_them(saved, counter, blocks):
+        yield Repeated(saved, counter)
+
+    TwoOutputs.runs = 0
+    model, facts = facts_of(DeepFamily(), bf16=bf16)
+    assert TwoOutputs.runs == 2 * 2 + 2  # with and without `extra`; once of each for the backward pass
+    assert not any("forward" in vars(block) for block in model.blocks)
+    monkeypatch.setattr(counting, "repeated_blocks", all_of_them)
+    assert facts_of(DeepFamily(), bf16=bf16)[1] == facts
+    assert TwoOutputs.runs == 6 + 9 + 2

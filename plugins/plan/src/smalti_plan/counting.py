@@ -12,7 +12,7 @@ from typing import Any, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
@@ -23,6 +23,7 @@ from smalti.diffusion import Conditioning
 from smalti.models import ModelFamily
 from smalti_plan.facts import BlockFacts, ModelFacts, SampleFacts
 from smalti_plan.rehearsal.block import BackwardMemory, backward_memory
+from smalti_plan.repeated import repeated_blocks
 
 
 def count_facts(
@@ -70,10 +71,11 @@ def _sample(
     family: ModelFamily, model: nn.Module, blocks: Mapping[str, nn.Module], width: int, height: int, *, bf16: bool, kind: str
 ) -> SampleFacts:
     conditioning = family.example_conditioning(width, height)
-    with FakeTensorMode(allow_non_fake_inputs=True) as mode, _without_data(model):
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    with _without_data(model, mode), mode:
         given: Conditioning = {name: mode.from_tensor(rows) for name, rows in conditioning.items()}
         noisy = torch.empty(1, *family.latent_shape(width, height))
-        saved = _Saved(model, blocks)
+        saved = Saved(model, blocks)
 
         @contextmanager
         def computing() -> Iterator[None]:
@@ -82,7 +84,8 @@ def _sample(
             with autocast, as_there:
                 yield
 
-        with FlopCounterMode(display=False, custom_mapping=_MORE_FLOPS) as counter, computing(), saved.counting():
+        flops = FlopCounterMode(display=False, custom_mapping=_MORE_FLOPS)
+        with flops, computing(), saved.counting(), repeated_blocks(saved, flops, blocks) as repeated:
             output = family.forward(model, noisy, torch.full((1,), 500.0), given)
         del output
         memory: dict[object, BackwardMemory] = {}
@@ -92,7 +95,7 @@ def _sample(
     return SampleFacts(
         width=width,
         height=height,
-        flops=int(counter.get_total_flops()),
+        flops=int(flops.get_total_flops()) + repeated.flops,
         saved=saved.bytes[""],
         copied=saved.copied[""],
         operations=saved.operations,
@@ -115,7 +118,7 @@ def _sample(
 
 
 @contextmanager
-def _without_data(model: nn.Module) -> Iterator[None]:
+def _without_data(model: nn.Module, mode: FakeTensorMode) -> Iterator[None]:
     """Give a model fake parameters and buffers on the CPU for as long as this lasts."""
     before: list[tuple[dict[str, Any], str, Any]] = []
     for module in model.modules():
@@ -124,7 +127,7 @@ def _without_data(model: nn.Module) -> Iterator[None]:
                 if tensor is None:
                     continue
                 before.append((cast(dict[str, Any], tensors), name, tensor))
-                fake: Tensor = torch.empty_like(tensor, device="cpu")
+                fake: Tensor = FakeTensor(mode, torch.empty_like(tensor, device="meta"), torch.device("cpu"))
                 if isinstance(tensor, nn.Parameter):
                     fake = nn.Parameter(fake, requires_grad=tensor.requires_grad)
                 cast(dict[str, Any], tensors)[name] = fake
@@ -135,7 +138,7 @@ def _without_data(model: nn.Module) -> Iterator[None]:
             tensors[name] = tensor
 
 
-class _Saved(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class Saved(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Bytes that autograd keeps for the backward pass, by block; "" is outside of blocks. Each storage counts once.
 
     Weights do not count; the copies of them that autocast makes have a count of their own.
@@ -156,14 +159,14 @@ class _Saved(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._weights: weakref.WeakSet[Any] = weakref.WeakSet(
             each.untyped_storage() for each in (*model.parameters(), *model.buffers())
         )
-        self._seen: weakref.WeakSet[Any] = weakref.WeakSet()
+        self.seen: weakref.WeakSet[Any] = weakref.WeakSet()
         self._given: weakref.WeakSet[Any] = weakref.WeakSet(self._weights)
 
     def __torch_dispatch__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         if func is torch.ops.aten._to_copy.default and args[0].untyped_storage() in self._weights:
             storage = result.untyped_storage()
-            self._seen.add(storage)
+            self.seen.add(storage)
             self.copied[self._within] += storage.nbytes()
         self.operations += 1
         if func._overloadpacket in _PRODUCTS:
@@ -205,8 +208,8 @@ class _Saved(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _pack(self, tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
-        if storage not in self._seen and storage not in self._weights:
-            self._seen.add(storage)
+        if storage not in self.seen and storage not in self._weights:
+            self.seen.add(storage)
             self.bytes[self._within] += storage.nbytes()
         return tensor
 
