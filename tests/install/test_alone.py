@@ -18,21 +18,43 @@ FOLDERS = {
     for file in (ROOT / "core" / "pyproject.toml", *sorted(ROOT.glob("plugins/*/pyproject.toml")))
 }
 LOOK = """
-import importlib, json, pkgutil, sys
+import importlib, json, os, pkgutil, sys, traceback
 from contextlib import suppress
-from smalti.cli import main
-for words in (["plugins", "--json"], ["train", "--help-all"]):
-    with suppress(SystemExit):
-        main(words)
-for name in sys.argv[1:]:
-    package = importlib.import_module(name)
-    for module in pkgutil.walk_packages(package.__path__, f"{name}."):
-        if not module.name.endswith("__main__"):
-            importlib.import_module(module.name)
-print()
-print(json.dumps(sorted({name.partition(".")[0] for name in sys.modules if name.startswith("smalti")})))
+import accelerate, peft, torch, transformers
+
+def look(paths, packages):
+    sys.path[:0] = paths
+    importlib.invalidate_caches()
+    from smalti.cli import main
+    for words in (["plugins", "--json"], ["train", "--help-all"]):
+        with suppress(SystemExit):
+            main(words)
+    for name in packages:
+        package = importlib.import_module(name)
+        for module in pkgutil.walk_packages(package.__path__, f"{name}."):
+            if not module.name.endswith("__main__"):
+                importlib.import_module(module.name)
+    print()
+    print(json.dumps(sorted({name.partition(".")[0] for name in sys.modules if name.startswith("smalti")})))
+
+for line in sys.stdin:
+    output, *order = json.loads(line)
+    if (process := os.fork()) == 0:
+        file = os.open(output, os.O_CREAT | os.O_WRONLY)
+        os.dup2(file, 1), os.dup2(file, 2)
+        try:
+            look(*order)
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
+        sys.stdout.flush()
+        os._exit(0)
+    print(os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]), flush=True)
 """
-"""The list of plugins, the help of all options, then every module; the last line says of which packages modules were loaded."""
+"""A process without packages of this project, whose imports of others are paid once. For each line of its input it forks one
+that shows the list of plugins and the help of all options and imports every module. The last line of what that prints says of
+which packages modules were loaded.
+"""
 
 
 def needs(distribution: str) -> Iterator[str]:
@@ -53,19 +75,34 @@ def others(tmp_path_factory) -> Path:
     return folder
 
 
+@pytest.fixture(scope="module")
+def bare(others) -> Iterator[subprocess.Popen[str]]:
+    with subprocess.Popen(
+        [sys.executable, "-S", "-c", LOOK],
+        env=os.environ | {"PYTHONPATH": str(others)},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
+        yield process
+        process.stdin.close()
+
+
 @pytest.mark.parametrize("distribution", FOLDERS)
-def test_a_package_needs_no_other_than_it_declares(distribution, others, tmp_path):
-    paths, packages = [tmp_path, others], {}
+def test_a_package_needs_no_other_than_it_declares(distribution, bare, tmp_path):
+    paths, packages = [tmp_path], {}
     for name in dict.fromkeys(needs(distribution)):
         paths.append(FOLDERS[name] / "src")
         packages[name] = [file.parent.name for file in FOLDERS[name].glob("src/*/__init__.py")]
         (info,) = Path(getsitepackages()[0]).glob(f"{name.replace('-', '_')}-*.dist-info")
         (tmp_path / info.name).symlink_to(info)
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, paths))}
-    command = [sys.executable, "-S", "-c", LOOK, *packages[distribution]]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    plugins, _ = json.JSONDecoder().raw_decode(done.stdout)
+    output = tmp_path / "output"
+    bare.stdin.write(json.dumps([str(output), [*map(str, paths)], packages[distribution]]) + "\n")
+    bare.stdin.flush()
+    code = bare.stdout.readline()
+    said = output.read_text()
+    assert code == "0\n", said
+    plugins, _ = json.JSONDecoder().raw_decode(said[said.index("{") :])
     assert {one["name"]: one["reason"] for one in plugins["plugins"] if one["state"] != "active"} == {}
-    assert "--output_dir" in done.stdout
-    assert set(json.loads(done.stdout.splitlines()[-1])) <= {name for each in packages.values() for name in each}
+    assert "--output_dir" in said
+    assert set(json.loads(said.splitlines()[-1])) <= {name for each in packages.values() for name in each}
