@@ -75,6 +75,14 @@ def test_ranks_that_have_parts_of_the_base_train_what_one_with_all_of_it_does(pr
     assert result(start(request.node.name, precision, **options)) == whole
 
 
+def test_deepspeed_shards_a_base_in_8_bits_as_it_is(start):
+    """ZeRO 3 casts floating-point weights to the type of the run, here fp32."""
+    whole = result(start("fp32", PRECISIONS[0], **ONE, mixed_precision="no"))[0]
+    stage3 = json.dumps({"zero_optimization": {"stage": 3}})
+    sharded = result(start("zero3", PRECISIONS[0], **TWO, mixed_precision="no", deepspeed_config=stage3))[0]
+    assert sharded == pytest.approx(whole, rel=1e-5)
+
+
 def test_products_in_8_bits_give_other_numbers(start):
     found = [result(start(precision, precision, **ONE))[0] for precision in ("no_change", *PRECISIONS)]
     assert found[0][0] not in (found[1][0], found[2][0])
