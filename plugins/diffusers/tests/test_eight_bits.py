@@ -3,11 +3,21 @@
 import copy
 
 import pytest
+import tiny
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+from smalti import UserError
+from smalti.config.resolution import resolve
+from smalti.models import find_blocks
+from smalti.models.weights import without_weights
+from smalti.plugins.discovery import load_plugins
+from smalti.plugins.lookup import find_family
+from smalti.plugins.schema import schema_of
 from smalti_diffusers.lora.eight_bits import EightBitLinear, eight_bit_weights, quantised
+from smalti_diffusers.lora.quantisation import check_device
+from smalti_plan.counting import count_facts
 
 TYPES = {"int8": torch.int8, "e4m3": torch.float8_e4m3fn}
 ERRORS = {"int8": 0.02, "e4m3": 0.05}
@@ -16,6 +26,23 @@ SIZES = [(17, 16, 16), (64, 128, 256), (100, 1024, 48)]
 """Rows, in, out."""
 
 both = pytest.mark.parametrize("kind", TYPES)
+
+
+@pytest.fixture(scope="module")
+def counted(tmp_path_factory):
+    """counted(precision) -> what a plan knows of a LoRA of a tiny Flux in bf16, and its model without weights."""
+    plugins, folder = load_plugins(), tiny.flux(tmp_path_factory.mktemp("eight") / "base")
+
+    def count(precision):
+        words = ["--model_family=flux", f"--pretrained_model_name_or_path={folder}", "--model_type=lora", "--use_cpu"]
+        words += ["--mixed_precision=bf16", f"--base_model_precision={precision}"]
+        family = find_family(resolve(schema_of(plugins), words, environment={}), plugins)
+        with without_weights():
+            model = family.build_model()
+        blocks = find_blocks(model, family.block_classes())
+        return count_facts(family, model, blocks, width=64, height=64, bf16=True, kind="cpu"), model
+
+    return count
 
 
 class Plain:
@@ -152,3 +179,30 @@ def test_scales_are_there_in_any_order(kind):
     assert weights.get("layer.weight").dtype == torch.int8
     assert torch.equal(weights.get("layer.weight_scale"), scale)
     assert torch.equal(weights.get("layer.bias"), plain.bias)
+
+
+@pytest.mark.parametrize("precision", ["int8-rowwise", "fp8-rowwise"])
+def test_a_plan_counts_the_bytes_and_the_products_of_such_a_base(precision, counted):
+    (plain, _), (facts, model) = counted("no_change"), counted(precision)
+    frozen = [each for each in model.parameters() if not each.requires_grad]
+    in_8_bits = [module for module in model.modules() if isinstance(module, EightBitLinear)]
+    assert facts.frozen.bytes == sum(each.nbytes for each in frozen) < 0.7 * plain.frozen.bytes
+    assert facts.frozen.restoring == 2 * max(module.weight.numel() for module in in_8_bits)
+    assert not facts.indivisible
+    assert facts.sample.flops == plain.sample.flops
+    assert [block.copied for block in facts.sample.blocks] == [block.copied for block in plain.sample.blocks]
+
+
+@pytest.mark.parametrize("precision", ["int8-rowwise", "fp8-rowwise"])
+def test_devices_without_products_in_8_bits_are_refused(precision, monkeypatch):
+    check_device(precision, "cpu")
+    with pytest.raises(UserError, match="torch has no products in 8 bits on MPS"):
+        check_device(precision, "mps")
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 6))
+    if precision == "int8-rowwise":
+        check_device(precision, "cuda")
+    else:
+        with pytest.raises(UserError, match=r"this GPU has 8\.6") as refused:
+            check_device(precision, "cuda")
+        assert refused.value.fix == "--base_model_precision=int8-rowwise"
