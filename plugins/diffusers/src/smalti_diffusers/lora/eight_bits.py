@@ -85,8 +85,8 @@ class _Product(torch.autograd.Function):
 
 
 def _in_int8(numbers: Tensor, scales: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
-    product = torch._int_mm(numbers, weight.t()) * scales * scale.t()
-    return product if bias is None else product + bias
+    product = torch._int_mm(numbers, weight.t()) * scales
+    return product * scale.t() if bias is None else torch.addcmul(bias, product, scale.t())
 
 
 def _in_e4m3(numbers: Tensor, scales: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
@@ -104,9 +104,8 @@ def _restored(weight: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
 
 def quantised(rows: Tensor, kept_as: torch.dtype) -> tuple[Tensor, Tensor]:
     """A matrix in 8 bits, and the fp32 scales of its rows, (rows, 1). What is not finite in a row makes its scale so."""
-    least, greatest = torch.aminmax(rows, dim=-1, keepdim=True)
-    scales = torch.maximum(greatest, -least).float() / _LIMITS[kept_as]
-    scales = scales.clamp(min=torch.finfo(torch.float32).tiny)  # of rows of zeros
+    largest = torch.linalg.vector_norm(rows, torch.inf, dim=-1, keepdim=True, dtype=torch.float32)
+    scales = (largest / _LIMITS[kept_as]).clamp_(min=torch.finfo(torch.float32).tiny)  # of rows of zeros
     numbers = rows / scales
     return (numbers.round_() if kept_as == torch.int8 else numbers).to(kept_as), scales
 
