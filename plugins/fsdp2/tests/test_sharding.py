@@ -17,9 +17,10 @@ from smalti.checkpoint.reader import load
 from smalti.checkpoint.snapshot import Snapshot
 from smalti.checkpoint.writer import save
 from smalti.models.blocks import find_blocks
-from smalti.models.weights import FolderWeights, SeededWeights, without_weights
+from smalti.models.weights import FolderWeights, SeededWeights, Weights, materialise, without_weights
 from smalti.parallel.gloo import GlooCommunicator
 from smalti.parallel.state import capture, restore
+from smalti_diffusers.lora.eight_bits import EightBitLinear, eight_bit_weights
 from smalti_fsdp2.activation_checkpointing import recompute
 from smalti_fsdp2.load_weights import fill
 from smalti_fsdp2.options import FsdpOptions
@@ -184,6 +185,60 @@ def same(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 def test_frozen_parameters_are_sharded_and_left_out_of_checkpoints_and_stay_as_they_are(two, tmp_path):
     assert two.run(train_partly, tmp_path) == [[], []]
+
+
+class Adapted(nn.Module):
+    """A frozen layer, in 8 bits or not yet, and one that trains beside it."""
+
+    def __init__(self, width: int, kept_as: torch.dtype | None) -> None:
+        super().__init__()
+        base = nn.Linear(width, 2 * width, dtype=torch.bfloat16).requires_grad_(False)
+        self.base = base if kept_as is None else EightBitLinear(base, kept_as)
+        self.adapter, self.seen = nn.Linear(width, 2 * width, bias=False), set()
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        self.seen |= {(name, each.dtype, each.shape) for name, each in self.base.named_parameters()}
+        return (self.base(tokens) + self.adapter(tokens)).tanh().unflatten(-1, (2, -1)).sum(-2)
+
+
+def beside_8_bits(kept_as: torch.dtype) -> list[str]:
+    """Loss and gradients of a sharded model against those of the whole one, in a run in bf16; what is wrong."""
+
+    def build(kept_as: torch.dtype | None = None) -> nn.Module:
+        return nn.Sequential(*(Adapted(48, kept_as) for _ in range(3)))
+
+    def weights() -> Weights:
+        return eight_bit_weights(SeededWeights(build, 5), whole)
+
+    with without_weights():
+        whole, parts = build(kept_as), build(kept_as)
+    materialise(whole, weights(), "cpu")
+    options = FsdpOptions()
+    shard(
+        parts, units(parts, find_blocks(parts, ["Adapted"]), options), shard_mesh(this_rank().world, None), options, bf16=True
+    )
+    fill(parts, weights(), this_rank(), on_host=True, from_first=False)
+    tokens = torch.randn(4, 32, 48, generator=torch.Generator().manual_seed(1))
+    losses = []
+    for model in (whole, parts):
+        for half in tokens.chunk(2) if model is whole else [tokens.chunk(2)[dist.get_rank()]]:
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                loss = model(half).float().square().mean()
+            (loss / (2 if model is whole else 1)).backward()
+            losses.append(loss.detach())
+    wrong = [] if losses[dist.get_rank()] == losses[2] else [f"losses {losses}"]
+    alone = dict(whole.named_parameters())
+    for name, each in parts.named_parameters():
+        if each.requires_grad:
+            wrong += [] if torch.equal(each.grad.full_tensor(), alone[name].grad) else [f"the gradient of {name}"]
+        elif (each.dtype, 2 * each.to_local().nbytes) != (alone[name].dtype, alone[name].nbytes):
+            wrong.append(f"{name} is not sharded as it is kept")
+    return wrong + [f"{n} was gathered otherwise" for n, module in enumerate(parts) if module.seen != whole[n].seen]
+
+
+@pytest.mark.parametrize("kept_as", [torch.int8, torch.float8_e4m3fn], ids=str)
+def test_a_base_in_8_bits_is_gathered_as_it_is_kept_and_gives_the_numbers_of_the_whole_one(two, kept_as):
+    assert two.run(beside_8_bits, kept_as) == [[], []]
 
 
 # --- precision ------------------------------------------------------------------------------------------------------

@@ -27,7 +27,8 @@ def partition(model: nn.Module, weights: Weights, document: Mapping[str, object]
                 continue
             if parameter not in made:
                 tensor = first_weight(weights, path + name, parameter)
-                made[parameter] = nn.Parameter(tensor.to(device, init.dtype), requires_grad=parameter.requires_grad)
+                dtype = init.dtype if parameter.is_floating_point() else parameter.dtype  # integers are a weight in 8 bits
+                made[parameter] = nn.Parameter(tensor.to(device, dtype), requires_grad=parameter.requires_grad)
                 init._convert_to_deepspeed_param(made[parameter])
                 made[parameter].partition()  # type: ignore[attr-defined]
             module._parameters[name] = made[parameter]

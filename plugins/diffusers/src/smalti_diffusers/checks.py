@@ -40,7 +40,7 @@ def _quantisation(config: Config) -> list[Problem]:
     if config[ModelOptions].model_type != "lora":
         message = f"weights in {precision} have no gradient: beside them only an adapter can be trained"
         return [Problem(message=message, where=where, fix=f"--model_type=lora, or --{_OPTION}=no_change")]
-    if not _has_torchao():
+    if precision.endswith("-torchao") and not _has_torchao():
         message = f"{_OPTION}={precision} needs torchao 0.18 or newer, which is not installed"
         return [Problem(message=message, where=where, fix="pip install 'torchao>=0.18'", package="torchao")]
     if precision == "nf4-torchao" and config[LaunchOptions].dynamo_backend is not None:

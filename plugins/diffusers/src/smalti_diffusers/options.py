@@ -13,7 +13,7 @@ from smalti.config import Names
 
 EmptyPrompt = Literal["auto", "zeros", "encoded"]
 FrozenType = Literal["auto", "fp32", "bf16"]
-Precision = Literal["no_change", "int8-torchao", "fp8-torchao", "nf4-torchao"]
+Precision = Literal["no_change", "int8-torchao", "fp8-torchao", "nf4-torchao", "int8-rowwise", "fp8-rowwise"]
 
 Sampling = Literal["ddim", "ddpm", "euler", "euler-a", "heun", "unipc", "dpm++"]
 _CLASSES = {
@@ -142,9 +142,10 @@ class LoraOptions(Options):
     )
     base_model_precision: Precision = option(
         "no_change",
-        help="Quantise the frozen linear layers of the blocks. Other weights follow lora_base_dtype.",
+        help="Quantise the frozen linear layers of the blocks. int8-rowwise and fp8-rowwise also multiply in 8 bits, "
+        "and can be sharded. Other weights follow lora_base_dtype.",
         when="model_type == lora",
-        tradeoff="8 bits take half the memory of bf16, nf4 a quarter; slower steps",
+        tradeoff="8 bits take half the memory of bf16, nf4 a quarter; slower steps with torchao, rounded inputs with rowwise",
     )
 
 

@@ -30,8 +30,9 @@ from smalti_diffusers.flavours import FLAVOURS
 from smalti_diffusers.flowshift import scheduler_shift
 from smalti_diffusers.lora.adapter import AdaptedWeights, Lora, adapter_shapes, attach
 from smalti_diffusers.lora.assistant import ASSISTANT, is_distilled, locate as locate_assistant, notice
+from smalti_diffusers.lora.eight_bits import eight_bit_weights
 from smalti_diffusers.lora.header import AdapterHeader
-from smalti_diffusers.lora.quantisation import check_device, quantise, storage
+from smalti_diffusers.lora.quantisation import check_device, is_sharded, quantise, storage
 from smalti_diffusers.lora.reading import AdapterFile
 from smalti_diffusers.lora.strength import adapter_scaled
 from smalti_diffusers.options import DiffusersOptions, LoraOptions, Precision
@@ -105,7 +106,7 @@ class PipelineFamily(ModelFamily):
         self._precision = _precision(config)
         self._init_lora = config[LoraOptions].init_lora if config is not None else None
         self._assistant_lora = config[LoraOptions].assistant_lora if config is not None else None
-        self.indivisible = "" if self._precision == "no_change" else f"weights in {self._precision}"
+        self.indivisible = "" if is_sharded(self._precision) else f"weights in {self._precision}"
         self.alignment = self.vae_scale * (self.patch or cast(int, components.config(self.part)["patch_size"]))
         if self.prediction == "flow_matching":
             self.flow_shift = scheduler_shift(scheduler)
@@ -175,9 +176,10 @@ class PipelineFamily(ModelFamily):
         if self.lora is None:
             return base
         with without_weights():
-            adapters = adapter_shapes(self.build_model())
+            model = self.build_model()
         start = self._adapter_file(self._init_lora) if self._init_lora is not None else None
-        return AdaptedWeights(base, adapters, self.lora, seed, start, self._assistant)
+        weights = AdaptedWeights(base, adapter_shapes(model), self.lora, seed, start, self._assistant)
+        return eight_bit_weights(weights, model)
 
     @cached_property
     def _assistant(self) -> AdapterFile | None:

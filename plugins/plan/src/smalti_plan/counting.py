@@ -164,7 +164,8 @@ class Saved(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if func is torch.ops.aten._to_copy.default and args[0].untyped_storage() in self._weights:
+        is_weight = func is torch.ops.aten._to_copy.default and args[0].untyped_storage() in self._weights
+        if is_weight and args[0].itemsize > 1:  # a weight of 8 bits is restored for one product
             storage = result.untyped_storage()
             self.seen.add(storage)
             self.copied[self._within] += storage.nbytes()
@@ -245,4 +246,12 @@ def _attention_flops(query: Any, key: Any, value: Any, *_: object, out_shape: ob
     return int(sdpa_flop_count(query, key, value))  # type: ignore[no-untyped-call]
 
 
-_MORE_FLOPS = {torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops}
+def _int8_flops(one: Any, other: Any, *_: object, **__: object) -> int:
+    """Of a product of int8, which torch's counter leaves out, too; of shapes (m, k) and (k, n)."""
+    return int(2 * one[0] * one[1] * other[1])
+
+
+_MORE_FLOPS = {
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops,
+    torch.ops.aten._int_mm: _int8_flops,
+}

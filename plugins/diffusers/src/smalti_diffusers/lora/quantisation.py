@@ -1,7 +1,8 @@
-"""Quantised weights of a frozen model, by way of torchao: linear layers that keep their weight in 8 or 4 bits.
+"""Quantised weights of a frozen model: linear layers that keep their weight in 8 or 4 bits, most of them by way of torchao.
 
-Only storage is quantised. A product is computed with the weight as it is restored from that, in the type of the inputs, forward
-and backward; so it works wherever torch can restore the weight, and inputs are never rounded.
+With torchao only storage is quantised. A product is computed with the weight as it is restored from that, in the type of the
+inputs, forward and backward; so it works wherever torch can restore the weight, and inputs are never rounded. `eight_bits` has
+the layers that multiply in 8 bits.
 
 Shapes: (..., in) inputs, (out, in) weights.
 """
@@ -16,12 +17,21 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from smalti import FrozenStorage, UserError
+from smalti_diffusers.lora.eight_bits import EightBitLinear
 from smalti_diffusers.options import Precision
 
 _OFFERED: tuple[Precision, ...] = ("int8-torchao", "nf4-torchao")
-"""What a plan offers: fp8 takes as much as int8."""
-_RESTORING: Mapping[Precision, tuple[int, int]] = {"int8-torchao": (6, 8), "fp8-torchao": (10, 8), "nf4-torchao": (14, 20)}
+"""What a plan offers: the others take as much as int8, and products in 8 bits give other numbers."""
+_RESTORING: Mapping[Precision, tuple[int, int]] = {
+    "int8-torchao": (6, 8),
+    "fp8-torchao": (10, 8),
+    "nf4-torchao": (14, 20),
+    "int8-rowwise": (2, 4),
+    "fp8-rowwise": (2, 4),
+}
 """Bytes for each value at the peak of restoring a weight of bf16 and of fp32, counted with torchao 0.18."""
+_MULTIPLIED: Mapping[Precision, torch.dtype] = {"int8-rowwise": torch.int8, "fp8-rowwise": torch.float8_e4m3fn}
+"""In what the layers of a precision multiply, if they do not restore their weights."""
 _NF4_GROUP = 64 * 256
 """Values of a weight that share one scale of scales: torchao wants a multiple of so many."""
 
@@ -93,7 +103,8 @@ def quantise(model: nn.Module, blocks: Collection[str], precision: Precision) ->
     for path in found:
         owner, _, name = path.rpartition(".")
         parent = model.get_submodule(owner)
-        setattr(parent, name, QuantisedLinear(cast(nn.Linear, parent.get_submodule(name)), precision))
+        linear, kept_as = cast(nn.Linear, parent.get_submodule(name)), _MULTIPLIED.get(precision)
+        setattr(parent, name, QuantisedLinear(linear, precision) if kept_as is None else EightBitLinear(linear, kept_as))
     return model
 
 
@@ -103,7 +114,7 @@ def storage(model: nn.Module, blocks: Collection[str], precision: Precision, unq
     `unquantised` has the frozen parameters of the model, whose values may be quantised by now or not. Needs no torchao.
     """
     layers = dict(_frozen(model, blocks))
-    kept = unquantised.bytes - sum(linear.weight.nbytes for linear in layers.values() if "weight" in linear._parameters)
+    kept = unquantised.bytes - sum(each.nbytes for linear in layers.values() for each in _weights(linear))
 
     def kept_in(precision: Precision) -> FrozenStorage:
         fitting = {path for path, linear in layers.items() if _fits(linear, precision)}
@@ -120,10 +131,23 @@ def storage(model: nn.Module, blocks: Collection[str], precision: Precision, unq
     return [unquantised, *(kept_in(each) for each in _OFFERED if any(_fits(linear, each) for linear in layers.values()))]
 
 
+def is_sharded(precision: Precision) -> bool:
+    """Whether weights can be sharded: torchao's cannot."""
+    return precision == "no_change" or precision in _MULTIPLIED
+
+
 def check_device(precision: Precision, kind: str) -> None:
-    """Raises UserError where this kind of device cannot keep weights so."""
+    """Raises UserError where this kind of device cannot keep weights so, or cannot multiply them."""
     if precision == "fp8-torchao" and kind == "mps":
         raise UserError("MPS devices have no 8-bit floating-point type", fix="--base_model_precision=int8-torchao")
+    if precision in _MULTIPLIED and kind == "mps":
+        raise UserError("torch has no products in 8 bits on MPS devices", fix="--base_model_precision=int8-torchao")
+    # Where no device is in use yet, as in a launcher, looking at it would take memory on it.
+    if precision == "fp8-rowwise" and kind == "cuda" and torch.version.hip is None and torch.cuda.is_initialized():
+        major, minor = torch.cuda.get_device_capability()
+        if (major, minor) < (8, 9):
+            message = f"products in fp8 need compute capability 8.9 or newer, and this GPU has {major}.{minor}"
+            raise UserError(message, fix="--base_model_precision=int8-rowwise")
 
 
 def _frozen(model: nn.Module, blocks: Collection[str]) -> Iterator[tuple[str, nn.Linear]]:
@@ -132,13 +156,19 @@ def _frozen(model: nn.Module, blocks: Collection[str]) -> Iterator[tuple[str, nn
         if type(block).__name__ in blocks:
             for name, module in block.named_modules():
                 is_linear = type(module) is nn.Linear and "weight" in module._parameters
-                if (is_linear or isinstance(module, QuantisedLinear)) and ".lora_" not in f".{name}":
+                if (is_linear or isinstance(module, QuantisedLinear | EightBitLinear)) and ".lora_" not in f".{name}":
                     yield f"{path}.{name}", cast(nn.Linear, module)
+
+
+def _weights(linear: nn.Linear) -> list[nn.Parameter]:
+    """The parameters that are the weight, which has none once torchao has it."""
+    return [each for name, each in linear.named_parameters(recurse=False) if name != "bias"]
 
 
 def _kept(linear: nn.Linear, precision: Precision) -> tuple[int, int]:
     """Bytes of a quantised weight, and those that restoring it needs at most."""
-    values, item = linear.in_features * linear.out_features, linear.weight.dtype.itemsize
+    dtype = linear.restored_as if isinstance(linear, EightBitLinear) else linear.weight.dtype
+    values, item = linear.in_features * linear.out_features, dtype.itemsize
     if precision == "nf4-torchao":
         stored = values // 2 + values // 64 + (values // _NF4_GROUP + 17) * item  # scales, their scales, mean and table
     else:

@@ -55,7 +55,7 @@ SCHEDULES = (
     | {"ADAFACTOR": "the learning rate that Adafactor chooses itself is not supported!"}
     | {"CUSTOM": "schedules of one's own are not loaded!"}
 )
-QUANTISED = {"NFLOAT_4": "nf4-torchao", "FLOAT_8": "fp8-torchao", "FLOAT_W8A8": "fp8-torchao", "INT_W8A8": "int8-torchao"} | {
+QUANTISED = {"NFLOAT_4": "nf4-torchao", "FLOAT_8": "fp8-torchao", "FLOAT_W8A8": "fp8-rowwise", "INT_W8A8": "int8-rowwise"} | {
     "INT_8": "int8-torchao"
 }
 BASE_DTYPES = {"BFLOAT_16": "bf16", "FLOAT_16": "bf16", "FLOAT_32": "fp32", "TFLOAT_32": "fp32"}

@@ -101,7 +101,7 @@ MODEL_KEYS: Mapping[str, Rule] = {
     "base_model_default_dtype": renamed("lora_base_dtype"),
     "quantize_via": ignored("weights are quantised on the training device, layer by layer", "accelerator"),
     "quantization_config": refused("weights are quantised as base_model_precision says", "remove it"),
-    "quantize_activations": refused("activations are never quantised", "set it to false", False),
+    "quantize_activations": refused("base_model_precision says it", "set it to false; int8-rowwise quantises both", False),
     "text_encoder_1_precision": ignored(_ONCE, "no_change"),
     "text_encoder_2_precision": ignored(_ONCE, "no_change"),
     "text_encoder_3_precision": ignored(_ONCE, "no_change"),

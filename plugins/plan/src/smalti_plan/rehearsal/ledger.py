@@ -39,6 +39,8 @@ _BUFFERS = ("c10d", "_c10d_functional", "fsdp")
 """Namespaces of the operations whose tensors are gathered, sent or received."""
 _PASSING = frozenset(("activations", "temporaries"))
 _HOST = "host"
+_FLOPS = {**flop_registry, torch.ops.aten._int_mm: flop_registry[torch.ops.aten.mm]}
+"""torch's own, and products of int8, which it leaves out (torch 2.13)."""
 
 
 @dataclass(kw_only=True, eq=False)
@@ -234,7 +236,7 @@ class Ledger(TorchDispatchMode):
 
     def _computed(self, func: Any, args: Any, kwargs: Any, made: Any) -> None:
         packet = func._overloadpacket
-        count = flop_registry.get(packet)
+        count = _FLOPS.get(packet)
         first = next((each for each in tree_iter(args) if isinstance(each, Tensor)), None)
         if count is not None and first is not None:
             key = (_class_of(func._schema.name), str(first.dtype).removeprefix("torch."))
