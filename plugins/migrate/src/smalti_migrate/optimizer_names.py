@@ -67,6 +67,7 @@ ALIASES: Mapping[str, Alias] = {
     "sdnq_adamw+no_quant": Alias(name="adamw", difference=_NO_SDNQ),
     "sdnq_lion": Alias(name="lion", difference=_FP32_STATE),
     "sdnq_adafactor": Alias(name="adafactor", difference=_NO_SDNQ),
+    "sdnq_came": Alias(name="came", difference=_NO_SDNQ),
     **dict.fromkeys(("sdnq_muon", "sdnq_muon+quantized_matmul"), Alias(name="muon", difference=_NO_SDNQ)),
     # kohya's, ai-toolkit's and OneTrainer's
     "adam": Alias(name="adamw", settings=_ADAM, difference=_DECOUPLED),
@@ -76,6 +77,7 @@ ALIASES: Mapping[str, Alias] = {
     "pagedadamw8bit": Alias(name="adamw8bit", difference=_NOT_PAGED),
     **dict.fromkeys(("lion8bit", "lion_8bit"), Alias(name="lion", difference=_FP32_STATE)),
     "pagedlion8bit": Alias(name="lion", difference=f"{_FP32_STATE}; {_NOT_PAGED}"),
+    **dict.fromkeys(("came8bit", "came_8bit"), Alias(name="came", difference=_FP32_STATE)),
     "adagrad_8bit": Alias(name="adagrad", difference=_FP32_STATE),
     "prodigy8bit": Alias(name="prodigy", settings={"learning_rate": 1.0}, difference=_FP32_STATE),
 }
@@ -116,7 +118,6 @@ REFUSED: Mapping[str, str] = {
     "torch_adadelta": "--optimizer=adagrad is the nearest",
     "torch_asgd": "--optimizer=sgd --use_ema is the nearest",
     "soap": "--optimizer=muon is the nearest",
-    **dict.fromkeys(("came", "came8bit", "sdnq_came"), "--optimizer=adafactor is the nearest"),
 }
 """Optimizers of other trainers that are not here, each with what to take instead."""
 
