@@ -12,11 +12,12 @@ from smalti.plugins import Selection, load_plugins, schema_of
 from smalti.plugins.lookup import check_strategy, choose_distributed
 from smalti.training import build_registered, matrices, parameter_groups
 from smalti.training.optim.optimizers import check_step_sizes
+from smalti_optimizers.checks import SCHEDULE_FREE
 from smalti_optimizers.plugin import plugin
 
 OPTIMIZERS = plugin.register_optimizers()
 EVERYONE = [*OPTIMIZERS, *CORE]
-DECAYING = [entry for entry in OPTIMIZERS if "weight_decay" in entry.accepts]
+DECAYING = [entry for entry in OPTIMIZERS if "weight_decay" in entry.accepts and entry.name not in SCHEDULE_FREE]
 
 
 def config(*flags: str):
@@ -118,3 +119,21 @@ def test_the_settings_of_all_optimizers_are_known():
     assert {name: sorted(accepts) for name, accepts in plugin.settings().items() if name in some} == {
         name: sorted(accepts) for name, accepts in some.items()
     }
+
+
+@pytest.mark.parametrize("name", [*SCHEDULE_FREE, "optimizers:AdamW-ScheduleFree"])
+@pytest.mark.parametrize(
+    ("flag", "message"),
+    [
+        ("--lr_scheduler=cosine", "averages the weights instead of lowering the learning rate, and lr_scheduler=cosine lowers"),
+        ("--use_ema", "an average of the weights already, and use_ema would average them again"),
+        ("--adam_beta1=0", "needs the average of the weights"),
+    ],
+)
+def test_what_a_schedule_free_optimizer_does_not_need_is_refused(name, flag, message):
+    [problem] = plugin.check_config(config(f"--optimizer={name}", flag))
+    assert (message in problem.message, problem.where) == (True, f"flag ({flag.partition('=')[0]})")
+    assert (
+        plugin.check_config(config(f"--optimizer={name}", "--lr_scheduler=constant_with_warmup", "--lr_warmup_steps=9")) == []
+    )
+    assert plugin.check_config(config("--optimizer=adamw", flag)) == []

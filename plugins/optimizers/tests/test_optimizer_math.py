@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from smalti.checkpoint import Snapshot, load, save
 from smalti.parallel import GlooCommunicator, capture, restore
+from smalti.training import local_part
 from smalti.training.optim.ema import grouped
 from smalti.training.optim.optimizers import AdamW
 from smalti.types import World
@@ -22,6 +23,8 @@ from smalti_optimizers.adamw8bit import AdamW8bit, Codes, block_length, codebook
 from smalti_optimizers.came import CAME
 from smalti_optimizers.lion import Lion
 from smalti_optimizers.prodigy import Prodigy
+from smalti_optimizers.prodigy_schedule_free import ProdigyScheduleFree
+from smalti_optimizers.schedule_free import ScheduleFree, ScheduleFreeAdamW
 from smalti_optimizers.stable_adamw import StableAdamW
 from support.forked_ranks import forked_processes
 
@@ -38,6 +41,7 @@ FOLLOWED = {
     "stableadamw": (StableAdamW, "optimi:StableAdamW", {"betas": (0.9, 0.99), "eps": 1e-6}, {}),
     "adafactor": (FixedRateAdafactor, "transformers:Adafactor", {}, {"scale_parameter": False, "relative_step": False}),
     "came": (CAME, "came_pytorch:CAME", {}, {"betas": (0.9, 0.999, 0.9999)}),
+    "adamw_schedulefree": (ScheduleFreeAdamW, "schedulefree:AdamWScheduleFree", {}, {}),
 }
 """Ours, the library's, the settings of both, and more of the library's."""
 
@@ -51,13 +55,23 @@ def test_fifty_steps_are_those_of_a_library(kind):
     both = [{name: nn.Parameter(value.clone()) for name, value in first.items()} for _ in range(2)]
     common = {"lr": 1e-2, "weight_decay": 0.1, **common}
     optimizers = [ours([{"params": list(both[0].values())}], **common), library(list(both[1].values()), **common, **more)]
+    if isinstance(optimizers[0], ScheduleFree):
+        optimizers[1].train()
     for step in range(50):
         for weights, optimizer in zip(both, optimizers, strict=True):
+            optimizer.param_groups[0]["lr"] = min(1e-2, (step + 1) * 1e-3)
             for weight in weights.values():
                 weight.grad = gradients(step, tuple(weight.shape))
             optimizer.step()
     for name in SHAPES:
         torch.testing.assert_close(both[0][name], both[1][name], rtol=1e-5, atol=2e-6)
+    if isinstance(optimizers[0], ScheduleFree):
+        own = {name: weight.detach().clone() for name, weight in both[0].items()}
+        optimizers[1].eval()
+        with optimizers[0].average(both[0]).average_parameters():
+            for name in SHAPES:
+                torch.testing.assert_close(both[0][name], both[1][name], rtol=1e-5, atol=2e-6)
+        assert all(torch.equal(own[name], both[0][name]) for name in SHAPES)
 
 
 def test_prodigy_finds_the_rate_that_its_authors_package_finds():
@@ -81,6 +95,38 @@ def test_prodigy_finds_the_rate_that_its_authors_package_finds():
     torch.testing.assert_close(*torch.tensor(found, dtype=torch.float64).unbind(1), rtol=1e-3, atol=0)
     for name in SHAPES:
         torch.testing.assert_close(both[0][name], both[1][name], rtol=1e-3, atol=1e-4)
+
+
+def test_prodigy_without_a_schedule_is_that_of_the_library_without_its_extras():
+    """In fp64 there, where it then keeps all of `s` and `p0` in fp64 as well, and not every eleventh number in bf16."""
+    library = pytest.importorskip("prodigyplus").ProdigyPlusScheduleFree
+
+    class Whole(library):
+        def get_sliced_tensor(self, tensor, slice_p=1):
+            return tensor.ravel()
+
+    goals = {name: torch.randn(shape, generator=torch.Generator().manual_seed(2)) for name, shape in SHAPES.items()}
+    ours, theirs = (
+        {name: nn.Parameter(torch.zeros(shape, dtype=dtype)) for name, shape in SHAPES.items()}
+        for dtype in (torch.float32, torch.float64)
+    )
+    optimizer = ProdigyScheduleFree([{"params": list(ours.values())}], weight_decay=0.1)
+    extras = dict.fromkeys(("factored", "use_stableadamw", "stochastic_rounding", "split_groups"), False)
+    other = Whole(list(theirs.values()), weight_decay=0.1, **extras)
+    found = []
+    for step in range(50):
+        for weights, each in ((ours, optimizer), (theirs, other)):
+            each.param_groups[0]["lr"] = min(1.0, (step + 1) / 10)
+            for name, weight in weights.items():
+                weight.grad = weight.detach() - goals[name]
+            each.step()
+        found.append([each.param_groups[0]["d"] for each in (optimizer, other)])
+    assert found[-1][0] > 1e-3
+    torch.testing.assert_close(*torch.tensor(found, dtype=torch.float64).unbind(1), rtol=1e-4, atol=0)
+    other.eval()
+    with optimizer.average(ours).average_parameters():
+        for name in SHAPES:
+            torch.testing.assert_close(ours[name], theirs[name].float(), rtol=1e-4, atol=1e-6)
 
 
 def test_lion_works_on_any_number_of_weights_at_a_time(monkeypatch):
@@ -209,8 +255,10 @@ KINDS = {
     "prodigy": Prodigy,
     "adafactor": FixedRateAdafactor,
     "came": CAME,
+    "adamw_schedulefree": ScheduleFreeAdamW,
+    "prodigy_schedulefree": ProdigyScheduleFree,
 }
-SUMMED = ("stableadamw", "prodigy", "adafactor", "came")
+SUMMED = ("stableadamw", "prodigy", "adafactor", "came", "prodigy_schedulefree")
 """Those that sum over a parameter, which ranks do in another order."""
 FACTORED = {"adafactor": 1, "came": 2}
 """Those with rows and columns, and their all-reduces in a step."""
@@ -224,7 +272,7 @@ def sharded(kind: str) -> tuple[nn.Module, torch.optim.Optimizer]:
         if ranks > 1:
             value = distribute_tensor(value, init_device_mesh("cpu", (ranks,)), [Shard(0)])
         model.register_parameter(name, nn.Parameter(value))
-    settings = {"lr": 1.0} if kind == "prodigy" else {"lr": 1e-3, "weight_decay": 0.1}
+    settings = {"lr": 1.0} if kind.startswith("prodigy") else {"lr": 1e-3, "weight_decay": 0.1}
     return model, KINDS[kind]([{"params": list(model.parameters())}], **settings)
 
 
@@ -238,6 +286,19 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> N
         optimizer.step()
 
 
+def averages(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor] | None:
+    """x of a schedule-free optimizer, as checkpoints have it."""
+    if not isinstance(optimizer, ScheduleFree):
+        return None
+    kept = [parameter.detach().clone() for parameter in model.parameters()]
+    average = optimizer.average(dict(model.named_parameters()))
+    shadows = average.shadows
+    with average.average_parameters():
+        assert all(torch.equal(local_part(model.get_parameter(name)), local_part(x)) for name, x in shadows.items())
+    assert all(torch.equal(local_part(one), local_part(other)) for one, other in zip(kept, model.parameters(), strict=True))
+    return shadows
+
+
 def continued(kind: str, source: Path | None, target: Path, steps: range) -> None:
     """These steps on all ranks, from a checkpoint if there is one, and saved."""
     ranks = dist.get_world_size() if dist.is_initialized() else 1
@@ -246,19 +307,20 @@ def continued(kind: str, source: Path | None, target: Path, steps: range) -> Non
     communicator = GlooCommunicator(world=world, group=dist.group.WORLD if ranks > 1 else None)
     model, optimizer = sharded(kind)
     if source is not None:
-        into = Snapshot(step=0, state=capture(model, optimizer))
+        into = Snapshot(step=0, state=capture(model, optimizer), ema=averages(model, optimizer))
         load(next(source.glob("step-*")), into, communicator)
         restore(model, optimizer, into.state)
     train(model, optimizer, steps)
-    save(target, Snapshot(step=steps.stop, state=capture(model, optimizer), trainer={}), communicator)
+    state = capture(model, optimizer)
+    save(target, Snapshot(step=steps.stop, state=state, ema=averages(model, optimizer), trainer={}), communicator)
 
 
 def contents(folder: Path, kind: str) -> dict[str, torch.Tensor]:
     model, optimizer = sharded(kind)
-    into = Snapshot(step=0, state=capture(model, optimizer))
+    into = Snapshot(step=0, state=capture(model, optimizer), ema=averages(model, optimizer))
     load(next(folder.glob("step-*")), into, GlooCommunicator(world=World(), group=None))
     held = {f"{name}.{key}": each for name, state in into.state.optimizer_state.items() for key, each in state.items()}
-    return {**into.state.model, **held}
+    return {**into.state.model, **held, **{f"average of {name}": each for name, each in (into.ema or {}).items()}}
 
 
 @pytest.fixture(scope="module")

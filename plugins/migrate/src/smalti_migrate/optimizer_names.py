@@ -29,6 +29,7 @@ _FP32 = "weights and optimizer state are in fp32"
 _FP32_STATE = "its state is in fp32, 4 bytes per weight and moment"
 _8_BITS = "its state is in 8 bits"
 _DECOUPLED, _NO_SDNQ = "weight decay is decoupled", "it has none of SDNQ's settings"
+_NO_EXTRAS = "it has no factored moments, no StableAdamW and one estimate for all parameters"
 _NOT_PAGED = "its state is not paged to host memory"
 
 _REMARKS: Mapping[str, str] = {
@@ -78,24 +79,26 @@ ALIASES: Mapping[str, Alias] = {
     **dict.fromkeys(("lion8bit", "lion_8bit"), Alias(name="lion", difference=_FP32_STATE)),
     "pagedlion8bit": Alias(name="lion", difference=f"{_FP32_STATE}; {_NOT_PAGED}"),
     **dict.fromkeys(("came8bit", "came_8bit"), Alias(name="came", difference=_FP32_STATE)),
+    **dict.fromkeys(
+        ("adamw_schedulefree+no_kahan", "adamwschedulefree", "schedule_free_adamw"), Alias(name="adamw_schedulefree")
+    ),
+    **dict.fromkeys(
+        ("prodigy_plus_schedule_free", "prodigyplus", "prodigyplusschedulefree"),
+        Alias(name="prodigy_schedulefree", settings={"learning_rate": 1.0, "adam_beta2": 0.99}, difference=_NO_EXTRAS),
+    ),
     "adagrad_8bit": Alias(name="adagrad", difference=_FP32_STATE),
     "prodigy8bit": Alias(name="prodigy", settings={"learning_rate": 1.0}, difference=_FP32_STATE),
 }
 
 _NO_MOMENTUM = "--optimizer=sgd, which has momentum 0.9, with a tenth of the learning rate"
-_SCHEDULE_FREE = "--optimizer=adamw --lr_scheduler=constant_with_warmup --use_ema: an average of the weights, without decay"
 _OWN_RATE = "--optimizer=prodigy, which finds its learning rate too"
 
 REFUSED: Mapping[str, str] = {
     **dict.fromkeys(("torch_sgd", "optimi_sgd"), _NO_MOMENTUM),
     **dict.fromkeys(("sgdnesterov", "sgdnesterov8bit"), "--optimizer=sgd, which has momentum 0.9"),
-    "prodigy_plus_schedule_free": "--optimizer=prodigy is the nearest",
     **dict.fromkeys(
-        (
-            *("adamw_schedulefree", "adamw_schedulefree+aggressive", "adamw_schedulefree+no_kahan", "adamwschedulefree"),
-            *("radamschedulefree", "schedule_free_adamw", "schedule_free_sgd", "sgdschedulefree"),
-        ),
-        _SCHEDULE_FREE,
+        ("adamw_schedulefree+aggressive", "radamschedulefree", "schedule_free_sgd", "sgdschedulefree"),
+        "--optimizer=adamw_schedulefree is the nearest",
     ),
     **dict.fromkeys(
         (

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from smalti import OptimizerEntry, hookimpl
 
 if TYPE_CHECKING:
-    from smalti import Config
+    from smalti import Config, Problem
 
 _SETTINGS = {"adam_beta1": "betas", "adam_beta2": "betas", "adam_epsilon": "eps", "adam_weight_decay": "weight_decay"}
 _CORE = {"sgd": ("weight_decay",), "adagrad": ("eps", "weight_decay"), "adafactor_scaled": ("weight_decay",)}
@@ -18,10 +18,16 @@ class Optimizers:
     """Registers them; `smalti.training` builds the one that `--optimizer` names."""
 
     @hookimpl
-    def notices_before_launch(self, config: Config) -> list[str]:
-        from smalti.config import OptimizerOptions
+    def check_config(self, config: Config) -> list[Problem]:
+        from smalti_optimizers.checks import problems
 
-        name = config[OptimizerOptions].optimizer.lower().replace("-", "_")
+        return problems(config)
+
+    @hookimpl
+    def notices_before_launch(self, config: Config) -> list[str]:
+        from smalti_optimizers.checks import name_of
+
+        name = name_of(config)
         taken, given = self.settings().get(name, tuple(_SETTINGS.values())), config.given()
         idle = [option for option, setting in _SETTINGS.items() if setting not in taken and option in given]
         return [f"{option} has no effect: the optimizer {name} does not use it" for option in idle]
@@ -69,6 +75,20 @@ class Optimizers:
                 state_bytes=16,
                 factory="smalti_optimizers.prodigy:Prodigy",
                 accepts=("betas", "eps"),
+                flat=False,
+            ),
+            OptimizerEntry(
+                name="adamw_schedulefree",
+                title="schedule-free AdamW",
+                state_bytes=8,
+                factory="smalti_optimizers.schedule_free:ScheduleFreeAdamW",
+                flat=False,
+            ),
+            OptimizerEntry(
+                name="prodigy_schedulefree",
+                title="schedule-free Prodigy",
+                state_bytes=16,
+                factory="smalti_optimizers.prodigy_schedule_free:ProdigyScheduleFree",
                 flat=False,
             ),
             OptimizerEntry(

@@ -14,6 +14,7 @@ SETTINGS: Mapping[str, Mapping[str, float]] = {
     "lion": {"adam_beta2": 0.99},
     "stableadamw": {"adam_beta2": 0.99, "adam_epsilon": 1e-6},
     "prodigy": {"learning_rate": 1.0},
+    "prodigy_schedulefree": {"learning_rate": 1.0, "adam_beta2": 0.99},
 }
 """Defaults of single optimizers where they differ from those of the options."""
 

@@ -44,6 +44,7 @@ OPTIMIZERS = {"ADAMW": "adamw", "ADAMW_8BIT": "adamw8bit", "LION": "lion", "LION
     "CAME": "came",
     "CAME_8BIT": "came",
     "MUON": "muon",
+    "SCHEDULE_FREE_ADAMW": "adamw_schedulefree",
     "PRODIGY": "prodigy",
 }
 OPTIMIZER_NOTES = dict.fromkeys(("LION_8BIT", "CAME_8BIT"), "the optimizer state is fp32 here and takes more memory") | {
