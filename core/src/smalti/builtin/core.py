@@ -23,7 +23,8 @@ OPTIMIZERS = (
     OptimizerEntry(
         name="adafactor_scaled",
         title="Adafactor, learning rate scaled by the size of each weight",
-        state_bytes=0.1,
+        state_bytes=0,
+        factors=1,
         factory="torch.optim:Adafactor",
         accepts=("weight_decay",),
         shards=False,

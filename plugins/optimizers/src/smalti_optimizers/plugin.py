@@ -42,7 +42,8 @@ class Optimizers:
             OptimizerEntry(
                 name="adafactor",
                 title="Adafactor",
-                state_bytes=0.1,
+                state_bytes=0,
+                factors=1,
                 factory="smalti_optimizers.adafactor:FixedRateAdafactor",
                 accepts=("weight_decay",),
                 flat=False,
@@ -50,7 +51,8 @@ class Optimizers:
             OptimizerEntry(
                 name="came",
                 title="CAME, Adafactor with a momentum",
-                state_bytes=4.1,
+                state_bytes=4,
+                factors=2,
                 factory="smalti_optimizers.came:CAME",
                 accepts=("betas", "weight_decay"),
                 flat=False,

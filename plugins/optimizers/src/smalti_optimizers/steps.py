@@ -27,7 +27,7 @@ def sum_together(parts: Sequence[Tensor], parameters: Sequence[Tensor]) -> list[
     if not parts:
         return []
     sums = sum_over_shards(torch.cat(list(parts)), parameters[0])
-    return list(sums.split([len(part) for part in parts]))
+    return list(torch.split(sums, [len(part) for part in parts]))
 
 
 def sum_over_shards(values: Tensor, parameter: Tensor) -> Tensor:
