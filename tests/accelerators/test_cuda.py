@@ -19,6 +19,7 @@ RUNS = {
     "average on the host": {"rank": 0, "ranks": 1, "flags": ["use_ema"], "ema_device": "cpu"},
     "fsdp2, average on the host": {"flags": ["fsdp_enable", "use_ema"], "ema_device": "cpu"},
     "fsdp2, 8 bits": {"flags": ["fsdp_enable"], "optimizer": "adamw8bit"},
+    "fsdp2, came": {"flags": ["fsdp_enable"], "optimizer": "came"},
     "fsdp2, stableadamw": {"flags": ["fsdp_enable"], "optimizer": "stableadamw"},
     "lion": {"rank": 0, "ranks": 1, "optimizer": "lion"},
     "prodigy": {"rank": 0, "ranks": 1, "optimizer": "prodigy"},
@@ -36,6 +37,7 @@ WAITS = {
         "": 31,
     },  # torch adds up on the host what the second micro-batch gives, tensor by tensor
     "fsdp2, 8 bits": LOSS_AND_NORM,
+    "fsdp2, came": LOSS_AND_NORM,
     "fsdp2, stableadamw": LOSS_AND_NORM,
     "lion": LOSS_AND_NORM,
     "prodigy": LOSS_AND_NORM | {"prodigy.Prodigy.step": 1},  # the estimate
@@ -54,6 +56,7 @@ def kept(run: dict) -> set[str]:
     """The names of the optimizer's state."""
     others = {
         "adamw8bit": {"step", "exp_avg", "exp_avg_sq", "exp_avg_scale", "exp_avg_sq_scale"},
+        "came": {"exp_avg", "row_var", "col_var", "row_res", "col_res", "variance"},
         "lion": {"step", "exp_avg"},
         "prodigy": {"exp_avg", "exp_avg_sq", "s", "p0"},
     }

@@ -11,7 +11,7 @@ SHARDED = {"num_processes": 2, "fsdp_enable": True}
 WHOLE = {"gradient_accumulation_steps": 2}
 
 
-@pytest.mark.parametrize("optimizer", ["adamw8bit", "stableadamw"])
+@pytest.mark.parametrize("optimizer", ["adamw8bit", "stableadamw", "came", "adamw_schedulefree"])
 def test_a_run_on_two_ranks_continues_on_one_with_its_state(optimizer, tmp_path, train):
     options = {**OPTIONS, "optimizer": optimizer}
     straight = train(tmp_path / "straight", **options, **WHOLE)
@@ -20,7 +20,12 @@ def test_a_run_on_two_ranks_continues_on_one_with_its_state(optimizer, tmp_path,
         assert resumed.code == 0, resumed.output
     assert resumed.losses == pytest.approx(straight.losses, rel=1e-4)
     state = resumed.tensors(6, "optimizer")
-    large = next(name for name in state if name.endswith(".exp_avg") and state[name].numel() >= 64 * 64)
+    large = next(name for name in state if name.endswith((".exp_avg", ".exp_avg_sq")) and state[name].numel() >= 64 * 64)
+    if optimizer == "adamw_schedulefree":
+        weights, average = resumed.tensors(6, "model"), resumed.tensors(6, "ema")
+        name = next(name for name, weight in weights.items() if weight.numel() >= 64 * 64)
+        assert torch.equal(average[name], weights[name].lerp(state[f"{name}.z"], 1 - 1 / 0.9))
+        return
     assert state[large].dtype == (torch.uint8 if optimizer == "adamw8bit" else torch.float32)
 
 

@@ -97,7 +97,7 @@ def test_what_is_no_name_is_left_to_the_check_of_its_type():
     assert translate_optimizer({"optimizer": "adamw"}).values == {}
 
 
-@pytest.mark.parametrize("name", ["soap", "came", "lion8bit", "adam", "optimi-lion"])
+@pytest.mark.parametrize("name", ["soap", "came8bit", "lion8bit", "adam", "optimi-lion"])
 def test_a_registered_optimizer_is_chosen_before_another_trainers_meaning_of_its_name(name):
     class Third:
         @hookimpl

@@ -4,16 +4,20 @@ import pytest
 import torch
 from torch import nn
 
-from smalti import OptimizerEntry, UserError
+from smalti import CheckpointError, OptimizerEntry, UserError
+from smalti.builtin.core import OPTIMIZERS as CORE
 from smalti.config import resolve
 from smalti.hookspecs import HookSpecs
 from smalti.plugins import Selection, load_plugins, schema_of
 from smalti.plugins.lookup import check_strategy, choose_distributed
 from smalti.training import build_registered, matrices, parameter_groups
+from smalti.training.optim.optimizers import check_step_sizes
+from smalti_optimizers.checks import SCHEDULE_FREE
 from smalti_optimizers.plugin import plugin
 
 OPTIMIZERS = plugin.register_optimizers()
-DECAYING = [entry for entry in OPTIMIZERS if "weight_decay" in entry.accepts]
+EVERYONE = [*OPTIMIZERS, *CORE]
+DECAYING = [entry for entry in OPTIMIZERS if "weight_decay" in entry.accepts and entry.name not in SCHEDULE_FREE]
 
 
 def config(*flags: str):
@@ -46,6 +50,34 @@ def test_weights_without_a_gradient_shrink_by_the_rate_times_the_decay(entry: Op
         weight.grad = torch.zeros(2, 2)
         optimizer.step()
     torch.testing.assert_close(weight.detach(), torch.full((2, 2), 0.999**2), rtol=1e-6, atol=0)
+
+
+def test_adafactor_trains_the_zeros_that_an_adapter_begins_with():
+    """By about the rate in each step; with the rate scaled by the size of the weight, by a thousandth of it."""
+    rate, steps, sizes = 1e-4, 100, []
+    for name in ("adafactor", "adafactor_scaled"):
+        weight, random = nn.Parameter(torch.zeros(16, 4)), torch.Generator().manual_seed(0)
+        groups = [{"params": [("lora_B", weight)], "weight_decay": 0.0}]
+        optimizer = build_registered(groups, config(f"--optimizer={name}", f"--learning_rate={rate}"), EVERYONE)
+        for _ in range(steps):
+            weight.grad = 1 + 0.1 * torch.randn(16, 4, generator=random)
+            optimizer.step()
+        sizes.append(weight.detach().square().mean().sqrt().item() / (rate * steps))
+    assert 1 / 3 < sizes[0] < 3
+    assert sizes[1] < 0.01
+
+
+def test_moments_of_torchs_adafactor_are_not_continued_with_other_steps():
+    net = nn.Linear(4, 2)
+    fixed, scaled = (
+        build_registered(parameter_groups(net, 0.0, matrices(net)), config(f"--optimizer={name}"), EVERYONE)
+        for name in ("adafactor", "adafactor_scaled")
+    )
+    with pytest.raises(CheckpointError, match="scaled the learning rate") as caught:
+        check_step_sizes("Adafactor", fixed)
+    assert "--optimizer=adafactor_scaled" in caught.value.fix
+    check_step_sizes("Adafactor", scaled)
+    check_step_sizes(type(fixed).__name__, fixed)
 
 
 @pytest.mark.parametrize(("name", "advice"), [("lion", "plugins/optimizers"), ("optimi-lion", "plugins/migrate")])
@@ -87,3 +119,21 @@ def test_the_settings_of_all_optimizers_are_known():
     assert {name: sorted(accepts) for name, accepts in plugin.settings().items() if name in some} == {
         name: sorted(accepts) for name, accepts in some.items()
     }
+
+
+@pytest.mark.parametrize("name", [*SCHEDULE_FREE, "optimizers:AdamW-ScheduleFree"])
+@pytest.mark.parametrize(
+    ("flag", "message"),
+    [
+        ("--lr_scheduler=cosine", "averages the weights instead of lowering the learning rate, and lr_scheduler=cosine lowers"),
+        ("--use_ema", "an average of the weights already, and use_ema would average them again"),
+        ("--adam_beta1=0", "needs the average of the weights"),
+    ],
+)
+def test_what_a_schedule_free_optimizer_does_not_need_is_refused(name, flag, message):
+    [problem] = plugin.check_config(config(f"--optimizer={name}", flag))
+    assert (message in problem.message, problem.where) == (True, f"flag ({flag.partition('=')[0]})")
+    assert (
+        plugin.check_config(config(f"--optimizer={name}", "--lr_scheduler=constant_with_warmup", "--lr_warmup_steps=9")) == []
+    )
+    assert plugin.check_config(config("--optimizer=adamw", flag)) == []

@@ -13,13 +13,18 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from smalti.checkpoint import Snapshot, load, save
 from smalti.parallel import GlooCommunicator, capture, restore
+from smalti.training import local_part
 from smalti.training.optim.ema import grouped
 from smalti.training.optim.optimizers import AdamW
 from smalti.types import World
 from smalti_optimizers import adamw8bit
+from smalti_optimizers.adafactor import FixedRateAdafactor
 from smalti_optimizers.adamw8bit import AdamW8bit, Codes, block_length, codebook
+from smalti_optimizers.came import CAME
 from smalti_optimizers.lion import Lion
 from smalti_optimizers.prodigy import Prodigy
+from smalti_optimizers.prodigy_schedule_free import ProdigyScheduleFree
+from smalti_optimizers.schedule_free import ScheduleFree, ScheduleFreeAdamW
 from smalti_optimizers.stable_adamw import StableAdamW
 from support.forked_ranks import forked_processes
 
@@ -31,26 +36,42 @@ def gradients(step: int, shape: tuple[int, ...]) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(step)) * 10.0 ** (step % 5 - 3)
 
 
-@pytest.mark.parametrize(
-    ("ours", "theirs", "more"),
-    [(Lion, "Lion", {}), (StableAdamW, "StableAdamW", {"eps": 1e-6})],
-    ids=["lion", "stableadamw"],
-)
-def test_steps_are_those_of_optimi(ours, theirs, more):
-    library = getattr(pytest.importorskip("optimi"), theirs)
-    first = {name: torch.randn(shape) for name, shape in SHAPES.items()}
+FOLLOWED = {
+    "lion": (Lion, "optimi:Lion", {"betas": (0.9, 0.99)}, {}),
+    "stableadamw": (StableAdamW, "optimi:StableAdamW", {"betas": (0.9, 0.99), "eps": 1e-6}, {}),
+    "adafactor": (FixedRateAdafactor, "transformers:Adafactor", {}, {"scale_parameter": False, "relative_step": False}),
+    "came": (CAME, "came_pytorch:CAME", {}, {"betas": (0.9, 0.999, 0.9999)}),
+    "adamw_schedulefree": (ScheduleFreeAdamW, "schedulefree:AdamWScheduleFree", {}, {}),
+}
+"""Ours, the library's, the settings of both, and more of the library's."""
+
+
+@pytest.mark.parametrize("kind", FOLLOWED)
+def test_fifty_steps_are_those_of_a_library(kind):
+    ours, theirs, common, more = FOLLOWED[kind]
+    module, _, name = theirs.partition(":")
+    library = getattr(pytest.importorskip(module), name)
+    first = {name: torch.randn(shape, generator=torch.Generator().manual_seed(1)) for name, shape in SHAPES.items()}
     both = [{name: nn.Parameter(value.clone()) for name, value in first.items()} for _ in range(2)]
-    common = {"lr": 1e-2, "betas": (0.9, 0.99), "weight_decay": 0.1, **more}
-    optimizers = [
-        kind([{"params": list(weights.values())}], **common) for kind, weights in zip((ours, library), both, strict=True)
-    ]
-    for step in range(20):
+    common = {"lr": 1e-2, "weight_decay": 0.1, **common}
+    optimizers = [ours([{"params": list(both[0].values())}], **common), library(list(both[1].values()), **common, **more)]
+    if isinstance(optimizers[0], ScheduleFree):
+        optimizers[1].train()
+    for step in range(50):
         for weights, optimizer in zip(both, optimizers, strict=True):
+            optimizer.param_groups[0]["lr"] = min(1e-2, (step + 1) * 1e-3)
             for weight in weights.values():
                 weight.grad = gradients(step, tuple(weight.shape))
             optimizer.step()
     for name in SHAPES:
-        torch.testing.assert_close(both[0][name], both[1][name], rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(both[0][name], both[1][name], rtol=1e-5, atol=2e-6)
+    if isinstance(optimizers[0], ScheduleFree):
+        own = {name: weight.detach().clone() for name, weight in both[0].items()}
+        optimizers[1].eval()
+        with optimizers[0].average(both[0]).average_parameters():
+            for name in SHAPES:
+                torch.testing.assert_close(both[0][name], both[1][name], rtol=1e-5, atol=2e-6)
+        assert all(torch.equal(own[name], both[0][name]) for name in SHAPES)
 
 
 def test_prodigy_finds_the_rate_that_its_authors_package_finds():
@@ -74,6 +95,38 @@ def test_prodigy_finds_the_rate_that_its_authors_package_finds():
     torch.testing.assert_close(*torch.tensor(found, dtype=torch.float64).unbind(1), rtol=1e-3, atol=0)
     for name in SHAPES:
         torch.testing.assert_close(both[0][name], both[1][name], rtol=1e-3, atol=1e-4)
+
+
+def test_prodigy_without_a_schedule_is_that_of_the_library_without_its_extras():
+    """In fp64 there, where it then keeps all of `s` and `p0` in fp64 as well, and not every eleventh number in bf16."""
+    library = pytest.importorskip("prodigyplus").ProdigyPlusScheduleFree
+
+    class Whole(library):
+        def get_sliced_tensor(self, tensor, slice_p=1):
+            return tensor.ravel()
+
+    goals = {name: torch.randn(shape, generator=torch.Generator().manual_seed(2)) for name, shape in SHAPES.items()}
+    ours, theirs = (
+        {name: nn.Parameter(torch.zeros(shape, dtype=dtype)) for name, shape in SHAPES.items()}
+        for dtype in (torch.float32, torch.float64)
+    )
+    optimizer = ProdigyScheduleFree([{"params": list(ours.values())}], weight_decay=0.1)
+    extras = dict.fromkeys(("factored", "use_stableadamw", "stochastic_rounding", "split_groups"), False)
+    other = Whole(list(theirs.values()), weight_decay=0.1, **extras)
+    found = []
+    for step in range(50):
+        for weights, each in ((ours, optimizer), (theirs, other)):
+            each.param_groups[0]["lr"] = min(1.0, (step + 1) / 10)
+            for name, weight in weights.items():
+                weight.grad = weight.detach() - goals[name]
+            each.step()
+        found.append([each.param_groups[0]["d"] for each in (optimizer, other)])
+    assert found[-1][0] > 1e-3
+    torch.testing.assert_close(*torch.tensor(found, dtype=torch.float64).unbind(1), rtol=1e-4, atol=0)
+    other.eval()
+    with optimizer.average(ours).average_parameters():
+        for name in SHAPES:
+            torch.testing.assert_close(ours[name], theirs[name].float(), rtol=1e-4, atol=1e-6)
 
 
 def test_lion_works_on_any_number_of_weights_at_a_time(monkeypatch):
@@ -194,10 +247,21 @@ def test_the_memory_format_of_a_convolution_makes_no_difference():
 
 # --- ranks ----------------------------------------------------------------------------------------------------------
 
-NAMES = {"wide": (7, 640), "long": (5, 64, 3, 5), "vector": (11,), "single": (1, 4096)}
-KINDS = {"lion": Lion, "stableadamw": StableAdamW, "adamw8bit": AdamW8bit, "prodigy": Prodigy}
-SUMMED = ("stableadamw", "prodigy")
+NAMES = {"wide": (7, 640), "long": (5, 64, 3, 5), "vector": (11,), "single": (1, 4096), "thin": (6, 1)}
+KINDS = {
+    "lion": Lion,
+    "stableadamw": StableAdamW,
+    "adamw8bit": AdamW8bit,
+    "prodigy": Prodigy,
+    "adafactor": FixedRateAdafactor,
+    "came": CAME,
+    "adamw_schedulefree": ScheduleFreeAdamW,
+    "prodigy_schedulefree": ProdigyScheduleFree,
+}
+SUMMED = ("stableadamw", "prodigy", "adafactor", "came", "prodigy_schedulefree")
 """Those that sum over a parameter, which ranks do in another order."""
+FACTORED = {"adafactor": 1, "came": 2}
+"""Those with rows and columns, and their all-reduces in a step."""
 
 
 def sharded(kind: str) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -208,7 +272,7 @@ def sharded(kind: str) -> tuple[nn.Module, torch.optim.Optimizer]:
         if ranks > 1:
             value = distribute_tensor(value, init_device_mesh("cpu", (ranks,)), [Shard(0)])
         model.register_parameter(name, nn.Parameter(value))
-    settings = {"lr": 1.0} if kind == "prodigy" else {"lr": 1e-3, "weight_decay": 0.1}
+    settings = {"lr": 1.0} if kind.startswith("prodigy") else {"lr": 1e-3, "weight_decay": 0.1}
     return model, KINDS[kind]([{"params": list(model.parameters())}], **settings)
 
 
@@ -222,6 +286,19 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> N
         optimizer.step()
 
 
+def averages(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor] | None:
+    """x of a schedule-free optimizer, as checkpoints have it."""
+    if not isinstance(optimizer, ScheduleFree):
+        return None
+    kept = [parameter.detach().clone() for parameter in model.parameters()]
+    average = optimizer.average(dict(model.named_parameters()))
+    shadows = average.shadows
+    with average.average_parameters():
+        assert all(torch.equal(local_part(model.get_parameter(name)), local_part(x)) for name, x in shadows.items())
+    assert all(torch.equal(local_part(one), local_part(other)) for one, other in zip(kept, model.parameters(), strict=True))
+    return shadows
+
+
 def continued(kind: str, source: Path | None, target: Path, steps: range) -> None:
     """These steps on all ranks, from a checkpoint if there is one, and saved."""
     ranks = dist.get_world_size() if dist.is_initialized() else 1
@@ -230,19 +307,20 @@ def continued(kind: str, source: Path | None, target: Path, steps: range) -> Non
     communicator = GlooCommunicator(world=world, group=dist.group.WORLD if ranks > 1 else None)
     model, optimizer = sharded(kind)
     if source is not None:
-        into = Snapshot(step=0, state=capture(model, optimizer))
+        into = Snapshot(step=0, state=capture(model, optimizer), ema=averages(model, optimizer))
         load(next(source.glob("step-*")), into, communicator)
         restore(model, optimizer, into.state)
     train(model, optimizer, steps)
-    save(target, Snapshot(step=steps.stop, state=capture(model, optimizer), trainer={}), communicator)
+    state = capture(model, optimizer)
+    save(target, Snapshot(step=steps.stop, state=state, ema=averages(model, optimizer), trainer={}), communicator)
 
 
 def contents(folder: Path, kind: str) -> dict[str, torch.Tensor]:
     model, optimizer = sharded(kind)
-    into = Snapshot(step=0, state=capture(model, optimizer))
+    into = Snapshot(step=0, state=capture(model, optimizer), ema=averages(model, optimizer))
     load(next(folder.glob("step-*")), into, GlooCommunicator(world=World(), group=None))
     held = {f"{name}.{key}": each for name, state in into.state.optimizer_state.items() for key, each in state.items()}
-    return {**into.state.model, **held}
+    return {**into.state.model, **held, **{f"average of {name}": each for name, each in (into.ema or {}).items()}}
 
 
 @pytest.fixture(scope="module")
@@ -264,10 +342,41 @@ def test_a_run_continues_on_another_number_of_ranks_as_on_one(kind, tmp_path, pa
     found, wanted = (contents(place, kind) for place in places[2:])
     assert found.keys() == wanted.keys()
     for name, tensor in wanted.items():
-        if kind in SUMMED:
+        local = "wide" not in name and "single" not in name and "thin" not in name and "var" in name
+        if kind in SUMMED and not (kind in FACTORED and local):
             torch.testing.assert_close(found[name], tensor, rtol=1e-4, atol=1e-7)
         else:
             assert torch.equal(found[name], tensor), name
     if kind == "adamw8bit":
         assert (wanted["wide.exp_avg"].dtype, wanted["wide.exp_avg_scale"].shape) == (torch.uint8, (7, 4))
         assert wanted["long.exp_avg_sq_scale"].shape == (5, 4)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_process_continues_to_the_bit(kind, tmp_path):
+    continued(kind, None, tmp_path / "begun", range(3))
+    continued(kind, tmp_path / "begun", tmp_path / "resumed", range(3, 7))
+    continued(kind, None, tmp_path / "whole", range(7))
+    found, wanted = (contents(tmp_path / place, kind) for place in ("resumed", "whole"))
+    assert found.keys() == wanted.keys()
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+
+
+def counted_steps(kind: str, wanted: int) -> None:
+    """Of two groups, as they are with weight decay for matrices only."""
+    calls: list[int] = []
+    model, _ = sharded(kind)
+    parameters = list(model.parameters())
+    optimizer = KINDS[kind]([{"params": parameters[:2]}, {"params": parameters[2:], "weight_decay": 0.0}], lr=1e-3)
+    real = dist.all_reduce
+    dist.all_reduce = lambda *arguments, **more: calls.append(1) or real(*arguments, **more)
+    try:
+        train(model, optimizer, range(2))
+    finally:
+        dist.all_reduce = real
+    assert len(calls) == 2 * wanted
+
+
+@pytest.mark.parametrize("kind", FACTORED)
+def test_all_parameters_share_the_collectives_of_a_step(kind, pairs_and_threes):
+    pairs_and_threes[0].run(counted_steps, kind, FACTORED[kind])

@@ -7,8 +7,10 @@ import pytest
 import torch
 from torch import nn
 
+from smalti.hookspecs import HookSpecs
 from smalti.models import find_blocks, materialise
 from smalti.models.weights import without_weights
+from smalti.plugins import create, find_optimizer, load_plugins
 from smalti_plan import counting
 from smalti_plan.counting import count_facts
 from smalti_plan.facts import ModelFacts
@@ -127,3 +129,18 @@ def test_blocks_that_are_equal_to_two_before_do_not_run_and_count_the_same(monke
     monkeypatch.setattr(counting, "repeated_blocks", all_of_them)
     assert facts_of(DeepFamily(), bf16=bf16)[1] == facts
     assert TwoOutputs.runs == 6 + 9 + 2
+
+
+@pytest.mark.parametrize("name", ["adafactor", "adafactor_scaled", "came"])
+def test_rows_and_columns_are_those_that_an_optimizer_keeps(family, name):
+    model, facts = facts_of(family, bf16=False)
+    entry = find_optimizer(name, load_plugins().gather(HookSpecs.register_optimizers))
+    real = materialise(model, family.weights(0), "cpu")
+    trained = [parameter for parameter in real.parameters() if parameter.requires_grad]
+    optimizer = create(entry, entry.factory, [{"params": trained}], lr=0.1)
+    for parameter in trained:
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    kept = sum(each.nbytes for state in optimizer.state.values() for key, each in state.items() if key != "step")
+    more = (entry.factors - 1) * sum(4 * each.numel() for each in trained if each.dim() < 2)  # a vector has one average
+    assert entry.state_bytes * facts.trained + 4 * entry.factors * facts.factors - more == kept

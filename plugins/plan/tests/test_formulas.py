@@ -21,6 +21,13 @@ def test_what_stays_between_steps_is_exact():
     assert counted(sharded(8)).counted.resident.total == kept.total // 8
 
 
+def test_rows_and_columns_count_as_state():
+    model, run = replace(MODEL, factors=1000), replace(RUN, state_bytes=4.0, factors=2)
+    one = World(size=1, local_size=1, device="cuda:0")
+    kept = estimate(model, run, WHOLE, "none", 1, H100, one).counted.resident
+    assert kept.optimizer == pytest.approx(4 * MODEL.trained + 4 * 2 * 1000, abs=1)
+
+
 def test_gradients_count_between_steps_where_their_memory_is_kept():
     once = replace(RUN, effective_batch=8)
     kept, freed = (counted(replace(WHOLE, keeps_gradients=kept), run=once).counted for kept in (True, False))

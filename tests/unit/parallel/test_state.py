@@ -8,7 +8,7 @@ from smalti.checkpoint.snapshot import Snapshot
 from smalti.checkpoint.writer import save
 from smalti.errors import CheckpointError
 from smalti.parallel.state import capture, named_parameters, optimizer_state_of, restore
-from smalti.training.optim.optimizers import FixedRateAdafactor, sgd
+from smalti.training.optim.optimizers import sgd
 from support.forked_ranks import SingleRank
 
 
@@ -39,7 +39,6 @@ OPTIMIZERS = {
     "SGD": lambda m: torch.optim.SGD(m.parameters(), lr=0.1),
     "SGD momentum": lambda m: torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9, nesterov=True),
     "Adafactor": lambda m: torch.optim.Adafactor(m.parameters(), lr=0.1),
-    "FixedRateAdafactor": lambda m: FixedRateAdafactor([{"params": list(m.parameters())}], lr=0.1),
     "SGD decoupled": lambda m: sgd([{"params": list(m.parameters())}], lr=0.1, weight_decay=0.5),
     "Muon": lambda m: torch.optim.Muon(matrices(m), lr=0.1),
     "NAdam": lambda m: torch.optim.NAdam(m.parameters(), lr=0.1),

@@ -21,18 +21,10 @@ if TYPE_CHECKING:
 OPTIMIZERS = (
     OptimizerEntry(name="adamw", title="AdamW", state_bytes=8, factory="smalti.training.optim.optimizers:adamw"),
     OptimizerEntry(
-        name="adafactor",
-        title="Adafactor",
-        state_bytes=0.1,
-        factory="smalti.training.optim.optimizers:FixedRateAdafactor",
-        accepts=("weight_decay",),
-        shards=False,
-        flat=False,
-    ),
-    OptimizerEntry(
         name="adafactor_scaled",
         title="Adafactor, learning rate scaled by the size of each weight",
-        state_bytes=0.1,
+        state_bytes=0,
+        factors=1,
         factory="torch.optim:Adafactor",
         accepts=("weight_decay",),
         shards=False,

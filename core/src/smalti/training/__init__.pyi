@@ -23,6 +23,7 @@ from .inference_export import Exported as Exported, export as export
 from .loss import DenoisingLoss as DenoisingLoss, denoising_loss as denoising_loss
 from .metrics import broadcast_running_stats as broadcast_running_stats, log_metrics as log_metrics
 from .optim.ema import (
+    WeightAverage as WeightAverage,
     grouped as grouped,
     local_part as local_part,
     local_parts as local_parts,

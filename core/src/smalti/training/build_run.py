@@ -206,7 +206,7 @@ def assemble(
         adapter=adapter,
         blocks=blocks,
         optimizer=optimizer,
-        ema=build_ema(config, parallel),
+        ema=build_ema(config, parallel, optimizer),
         loss=loss,
         data=data,
         encoded=encoded,

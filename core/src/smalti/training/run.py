@@ -28,7 +28,7 @@ if TYPE_CHECKING:  # the launcher, which checks a run, needs none of it
     from torch.optim.lr_scheduler import LambdaLR
 
     from smalti.checkpoint import CheckpointStore, SaveError, Saver
-    from smalti.training.optim.ema import Ema
+    from smalti.training.optim.ema import WeightAverage
 
 MOST_SKIPPED_STEPS = 10
 """Steps in a row that are skipped for a loss that is not finite or a fault of the accelerator, before the run stops."""
@@ -116,7 +116,7 @@ class Assembled(Context):
     """What the adapter is, if the run trains one."""
     blocks: list[Block]
     optimizer: torch.optim.Optimizer
-    ema: Ema | None
+    ema: WeightAverage | None
     loss: DenoisingLoss
     data: PreparedData
     encoded: Encoded

@@ -29,6 +29,7 @@ _FP32 = "weights and optimizer state are in fp32"
 _FP32_STATE = "its state is in fp32, 4 bytes per weight and moment"
 _8_BITS = "its state is in 8 bits"
 _DECOUPLED, _NO_SDNQ = "weight decay is decoupled", "it has none of SDNQ's settings"
+_NO_EXTRAS = "it has no factored moments, no StableAdamW and one estimate for all parameters"
 _NOT_PAGED = "its state is not paged to host memory"
 
 _REMARKS: Mapping[str, str] = {
@@ -67,6 +68,7 @@ ALIASES: Mapping[str, Alias] = {
     "sdnq_adamw+no_quant": Alias(name="adamw", difference=_NO_SDNQ),
     "sdnq_lion": Alias(name="lion", difference=_FP32_STATE),
     "sdnq_adafactor": Alias(name="adafactor", difference=_NO_SDNQ),
+    "sdnq_came": Alias(name="came", difference=_NO_SDNQ),
     **dict.fromkeys(("sdnq_muon", "sdnq_muon+quantized_matmul"), Alias(name="muon", difference=_NO_SDNQ)),
     # kohya's, ai-toolkit's and OneTrainer's
     "adam": Alias(name="adamw", settings=_ADAM, difference=_DECOUPLED),
@@ -76,24 +78,27 @@ ALIASES: Mapping[str, Alias] = {
     "pagedadamw8bit": Alias(name="adamw8bit", difference=_NOT_PAGED),
     **dict.fromkeys(("lion8bit", "lion_8bit"), Alias(name="lion", difference=_FP32_STATE)),
     "pagedlion8bit": Alias(name="lion", difference=f"{_FP32_STATE}; {_NOT_PAGED}"),
+    **dict.fromkeys(("came8bit", "came_8bit"), Alias(name="came", difference=_FP32_STATE)),
+    **dict.fromkeys(
+        ("adamw_schedulefree+no_kahan", "adamwschedulefree", "schedule_free_adamw"), Alias(name="adamw_schedulefree")
+    ),
+    **dict.fromkeys(
+        ("prodigy_plus_schedule_free", "prodigyplus", "prodigyplusschedulefree"),
+        Alias(name="prodigy_schedulefree", settings={"learning_rate": 1.0, "adam_beta2": 0.99}, difference=_NO_EXTRAS),
+    ),
     "adagrad_8bit": Alias(name="adagrad", difference=_FP32_STATE),
     "prodigy8bit": Alias(name="prodigy", settings={"learning_rate": 1.0}, difference=_FP32_STATE),
 }
 
 _NO_MOMENTUM = "--optimizer=sgd, which has momentum 0.9, with a tenth of the learning rate"
-_SCHEDULE_FREE = "--optimizer=adamw --lr_scheduler=constant_with_warmup --use_ema: an average of the weights, without decay"
 _OWN_RATE = "--optimizer=prodigy, which finds its learning rate too"
 
 REFUSED: Mapping[str, str] = {
     **dict.fromkeys(("torch_sgd", "optimi_sgd"), _NO_MOMENTUM),
     **dict.fromkeys(("sgdnesterov", "sgdnesterov8bit"), "--optimizer=sgd, which has momentum 0.9"),
-    "prodigy_plus_schedule_free": "--optimizer=prodigy is the nearest",
     **dict.fromkeys(
-        (
-            *("adamw_schedulefree", "adamw_schedulefree+aggressive", "adamw_schedulefree+no_kahan", "adamwschedulefree"),
-            *("radamschedulefree", "schedule_free_adamw", "schedule_free_sgd", "sgdschedulefree"),
-        ),
-        _SCHEDULE_FREE,
+        ("adamw_schedulefree+aggressive", "radamschedulefree", "schedule_free_sgd", "sgdschedulefree"),
+        "--optimizer=adamw_schedulefree is the nearest",
     ),
     **dict.fromkeys(
         (
@@ -116,7 +121,6 @@ REFUSED: Mapping[str, str] = {
     "torch_adadelta": "--optimizer=adagrad is the nearest",
     "torch_asgd": "--optimizer=sgd --use_ema is the nearest",
     "soap": "--optimizer=muon is the nearest",
-    **dict.fromkeys(("came", "came8bit", "sdnq_came"), "--optimizer=adafactor is the nearest"),
 }
 """Optimizers of other trainers that are not here, each with what to take instead."""
 

@@ -7,12 +7,10 @@ from typing import TYPE_CHECKING
 from smalti import OptimizerEntry, hookimpl
 
 if TYPE_CHECKING:
-    from smalti import Config
+    from smalti import Config, Problem
 
 _SETTINGS = {"adam_beta1": "betas", "adam_beta2": "betas", "adam_epsilon": "eps", "adam_weight_decay": "weight_decay"}
-_CORE = {"sgd": ("weight_decay",), "adagrad": ("eps", "weight_decay")} | dict.fromkeys(
-    ("adafactor", "adafactor_scaled"), ("weight_decay",)
-)
+_CORE = {"sgd": ("weight_decay",), "adagrad": ("eps", "weight_decay"), "adafactor_scaled": ("weight_decay",)}
 """The optimizers of the core that do not take all settings, with those that they take."""
 
 
@@ -20,10 +18,16 @@ class Optimizers:
     """Registers them; `smalti.training` builds the one that `--optimizer` names."""
 
     @hookimpl
-    def notices_before_launch(self, config: Config) -> list[str]:
-        from smalti.config import OptimizerOptions
+    def check_config(self, config: Config) -> list[Problem]:
+        from smalti_optimizers.checks import problems
 
-        name = config[OptimizerOptions].optimizer.lower().replace("-", "_")
+        return problems(config)
+
+    @hookimpl
+    def notices_before_launch(self, config: Config) -> list[str]:
+        from smalti_optimizers.checks import name_of
+
+        name = name_of(config)
         taken, given = self.settings().get(name, tuple(_SETTINGS.values())), config.given()
         idle = [option for option, setting in _SETTINGS.items() if setting not in taken and option in given]
         return [f"{option} has no effect: the optimizer {name} does not use it" for option in idle]
@@ -35,6 +39,24 @@ class Optimizers:
     @hookimpl
     def register_optimizers(self) -> list[OptimizerEntry]:
         return [
+            OptimizerEntry(
+                name="adafactor",
+                title="Adafactor",
+                state_bytes=0,
+                factors=1,
+                factory="smalti_optimizers.adafactor:FixedRateAdafactor",
+                accepts=("weight_decay",),
+                flat=False,
+            ),
+            OptimizerEntry(
+                name="came",
+                title="CAME, Adafactor with a momentum",
+                state_bytes=4,
+                factors=2,
+                factory="smalti_optimizers.came:CAME",
+                accepts=("betas", "weight_decay"),
+                flat=False,
+            ),
             OptimizerEntry(
                 name="adamw8bit",
                 title="AdamW with its state in 8 bits",
@@ -55,6 +77,20 @@ class Optimizers:
                 state_bytes=16,
                 factory="smalti_optimizers.prodigy:Prodigy",
                 accepts=("betas", "eps"),
+                flat=False,
+            ),
+            OptimizerEntry(
+                name="adamw_schedulefree",
+                title="schedule-free AdamW",
+                state_bytes=8,
+                factory="smalti_optimizers.schedule_free:ScheduleFreeAdamW",
+                flat=False,
+            ),
+            OptimizerEntry(
+                name="prodigy_schedulefree",
+                title="schedule-free Prodigy",
+                state_bytes=16,
+                factory="smalti_optimizers.prodigy_schedule_free:ProdigyScheduleFree",
                 flat=False,
             ),
             OptimizerEntry(

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -12,6 +15,19 @@ def with_gradients(group: dict[str, object]) -> list[Tensor]:
     """The parameters of a group that have a gradient in this step."""
     parameters: list[Tensor] = group["params"]  # type: ignore[assignment]
     return [parameter for parameter in parameters if parameter.grad is not None]
+
+
+def stepped(optimizer: torch.optim.Optimizer) -> list[tuple[Tensor, dict[str, Any]]]:
+    """The parameters of all groups that have a gradient in this step, each with its group."""
+    return [(parameter, group) for group in optimizer.param_groups for parameter in with_gradients(group)]
+
+
+def sum_together(parts: Sequence[Tensor], parameters: Sequence[Tensor]) -> list[Tensor]:
+    """This rank's parts of sums of each parameter, (n,) each, as the sums: one buffer for all. *Collective*."""
+    if not parts:
+        return []
+    sums = sum_over_shards(torch.cat(list(parts)), parameters[0])
+    return list(torch.split(sums, [len(part) for part in parts]))
 
 
 def sum_over_shards(values: Tensor, parameter: Tensor) -> Tensor:

@@ -163,6 +163,7 @@ def estimate(
         accumulation=run.effective_batch // (micro_batch * data_ranks),
         options={**strategy.options, **strategy.recompute[recompute]},
     )
+    run = run.with_factors(model)
     memory = memory_of(model, run, strategy, candidate, world.size)
     counted = Rehearsal(
         candidate=candidate,

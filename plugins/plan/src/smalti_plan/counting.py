@@ -56,6 +56,7 @@ def count_facts(
         indivisible=bool(family.indivisible),
         buffers=sum(each.numel() * each.element_size() for each in model.buffers()),
         tensors=sum(each.requires_grad for each in parameters),
+        factors=sum(_factors(each.shape) for each in parameters if each.requires_grad),
         largest=max(each.numel() for each in parameters),
         outside=_count(outside),
         outside_trained=_count(each for each in outside if each.requires_grad),
@@ -65,6 +66,13 @@ def count_facts(
 
 def _count(parameters: Any) -> int:
     return sum(each.numel() for each in parameters)
+
+
+def _factors(shape: torch.Size) -> int:
+    """Numbers in a row and a column over the last two dimensions; all of a vector."""
+    if len(shape) < 2:
+        return shape.numel()
+    return shape[:-1].numel() + shape[:-2].numel() * shape[-1]
 
 
 def _sample(

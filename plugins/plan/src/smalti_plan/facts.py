@@ -61,7 +61,8 @@ class ModelFacts:
     are bytes, and `indivisible` says that the model cannot be sharded.
 
     `largest` counts the parameters of the largest tensor, `outside` those that are in no block, `outside_trained` those of
-    these that train. `tensors` counts the tensors that train.
+    these that train. `tensors` counts the tensors that train, `factors` the numbers in a row and a column of each of them over
+    its last two dimensions, or in a vector.
     """
 
     family: str
@@ -72,6 +73,7 @@ class ModelFacts:
     largest: int
     sample: SampleFacts
     tensors: int = 0
+    factors: int = 0
     outside: int = 0
     outside_trained: int = 0
     indivisible: bool = False

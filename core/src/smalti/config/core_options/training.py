@@ -14,6 +14,7 @@ SETTINGS: Mapping[str, Mapping[str, float]] = {
     "lion": {"adam_beta2": 0.99},
     "stableadamw": {"adam_beta2": 0.99, "adam_epsilon": 1e-6},
     "prodigy": {"learning_rate": 1.0},
+    "prodigy_schedulefree": {"learning_rate": 1.0, "adam_beta2": 0.99},
 }
 """Defaults of single optimizers where they differ from those of the options."""
 
@@ -66,8 +67,7 @@ class TrainingOptions(Options):
 class OptimizerOptions(Options):
     optimizer: str = option(
         "adamw",
-        help="Optimizer: adafactor, adafactor_scaled, adagrad, adamw, muon, sgd, or one from a package. "
-        "All are in docs/optimizers.md.",
+        help="Optimizer: adafactor_scaled, adagrad, adamw, muon, sgd, or one from a package. All are in docs/optimizers.md.",
     )
     learning_rate: float = option(1e-4, help="Peak learning rate. Default: 0.0001, with prodigy 1.", ge=0)
     adam_beta1: float = option(0.9, help="Decay rate of the first moment.", level="advanced", ge=0, lt=1)

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Protocol, cast
 
 import torch
 from torch import Tensor
@@ -42,6 +43,39 @@ def grouped(sizes: Sequence[int]) -> Iterator[list[int]]:
         taken += size
     if group:
         yield group
+
+
+class WeightAverage(Protocol):
+    """Averaged weights beside those that train, for validation and exports: an `Ema`, or what an optimizer averages itself.
+
+    Such an optimizer has a method `average`, which takes `TrainingState.master_weights` and returns this.
+    """
+
+    @property
+    def shadows(self) -> dict[str, Tensor]:
+        """The averaged weights of the last step, by parameter name, or copies of them. A checkpoint is read into them."""
+        ...
+
+    @property
+    def storage(self) -> Iterable[Tensor]:
+        """The tensors that are kept for it all the time."""
+        ...
+
+    def update(self, step: int) -> None:
+        """Called after optimizer step `step` (counted from 1). The weights may not change after it before `wait`."""
+        ...
+
+    def wait(self, seconds: float | None = None) -> bool:
+        """Until an update under way has come to its end; whether it did in this time. Raises what has made it fail."""
+        ...
+
+    def restart(self) -> None:
+        """Begin again from the weights as they are: for a run that resumes from a checkpoint without averaged weights."""
+        ...
+
+    def average_parameters(self) -> AbstractContextManager[None]:
+        """The model has the averaged weights inside this block; afterwards its own again, bit for bit."""
+        ...
 
 
 class Ema:
@@ -188,8 +222,11 @@ def _aligned(size: int) -> int:
     return -(-size // 64) * 64
 
 
-def build_ema(config: Config, parallel: Parallel) -> Ema | None:
+def build_ema(config: Config, parallel: Parallel, optimizer: torch.optim.Optimizer) -> WeightAverage | None:
+    """The optimizer's own average, or an EMA if the options want one."""
     options = config[TrainingOptions]
+    if (average := getattr(optimizer, "average", None)) is not None:
+        return cast(WeightAverage, average(parallel.state.master_weights()))
     if not options.use_ema:
         return None
     return Ema(parallel.state.master_weights(), options.ema_decay, "cpu" if options.ema_device == "cpu" else None)

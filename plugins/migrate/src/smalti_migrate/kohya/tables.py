@@ -36,7 +36,7 @@ OPTIMIZERS = (
     {"adamw": "adamw", "": "adamw", "adamw8bit": "adamw8bit", "pagedadamw": "adamw", "pagedadamw8bit": "adamw8bit"}
     | {"pagedadamw32bit": "adamw", "torch.optim.adamw": "adamw", "lion": "lion", "lion8bit": "lion"}
     | {"pagedlion8bit": "lion", "prodigy": "prodigy", "adafactor": "adafactor", "sgdnesterov": "sgd"}
-    | {"sgdnesterov8bit": "sgd"}
+    | {"sgdnesterov8bit": "sgd", "adamwschedulefree": "adamw_schedulefree", "came_pytorch.came": "came"}
 )
 OPTIMIZER_NOTES = (
     {"pagedadamw8bit": "the optimizer state is not paged here"}

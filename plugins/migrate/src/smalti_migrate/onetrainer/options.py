@@ -90,9 +90,9 @@ def _optimizer(found: Values, result: Imported) -> None:
     result.add("optimizer", ours, source_text("", named.place, name, ours, tables.OPTIMIZER_NOTES.get(name, "")))
     for key, option, optimizers in (
         ("weight_decay", "adam_weight_decay", set(tables.OPTIMIZERS.values())),
-        ("beta1", "adam_beta1", {"adamw", "adamw8bit", "lion"}),
-        ("beta2", "adam_beta2", {"adamw", "adamw8bit", "lion"}),
-        ("eps", "adam_epsilon", {"adamw", "adamw8bit"}),
+        ("beta1", "adam_beta1", {"adamw", "adamw8bit", "adamw_schedulefree", "came", "lion"}),
+        ("beta2", "adam_beta2", {"adamw", "adamw8bit", "adamw_schedulefree", "came", "lion"}),
+        ("eps", "adam_epsilon", {"adamw", "adamw8bit", "adamw_schedulefree"}),
     ):
         if ours in optimizers and f"optimizer.{key}" in found:
             result.copy(option, found[f"optimizer.{key}"], number)

@@ -41,10 +41,13 @@ METHODS = {"FINE_TUNE": "full", "LORA": "lora"}
 OPTIMIZERS = {"ADAMW": "adamw", "ADAMW_8BIT": "adamw8bit", "LION": "lion", "LION_8BIT": "lion", "ADAFACTOR": "adafactor"} | {
     "ADAGRAD": "adagrad",
     "SGD": "sgd",
+    "CAME": "came",
+    "CAME_8BIT": "came",
     "MUON": "muon",
+    "SCHEDULE_FREE_ADAMW": "adamw_schedulefree",
     "PRODIGY": "prodigy",
 }
-OPTIMIZER_NOTES = {"LION_8BIT": "the optimizer state is fp32 here and takes more memory"} | {
+OPTIMIZER_NOTES = dict.fromkeys(("LION_8BIT", "CAME_8BIT"), "the optimizer state is fp32 here and takes more memory") | {
     "SGD": "momentum of 0.9 here",
 }
 SCHEDULES = (

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from smalti.config import Config, DataOptions, LaunchOptions, OptimizerOptions, TrainingOptions
 from smalti.hookspecs import HookSpecs
 from smalti.parallel import Products, products
 from smalti.plugins import Plugins, choose_distributed, find_optimizer
+from smalti_plan.facts import ModelFacts
 
 _ADAM_BYTES = 8.0
 """Assumed for an optimizer that does not say it."""
@@ -15,7 +16,8 @@ _ADAM_BYTES = 8.0
 
 @dataclass(frozen=True, kw_only=True)
 class RunFacts:
-    """`state_bytes` of the optimizer for each parameter that trains. `ema` and `ema_on_device`: EMA is kept, and where.
+    """`state_bytes` of the optimizer for each parameter that trains, without its `factors` (`with_factors`). `ema` and
+    `ema_on_device`: EMA is kept, and where.
 
     `effective_batch` is to be kept by every way to train, `ranks` are those that are configured. `products` is the type of
     matrix products. `notices` say what was assumed.
@@ -28,6 +30,7 @@ class RunFacts:
     effective_batch: int
     ranks: int
     notices: tuple[str, ...] = ()
+    factors: int = 0
 
     @classmethod
     def of(cls, config: Config, plugins: Plugins, kind: str) -> RunFacts:
@@ -48,4 +51,10 @@ class RunFacts:
             effective_batch=config[DataOptions].train_batch_size * training.gradient_accumulation_steps * data_ranks,
             ranks=launch.num_processes,
             notices=tuple(notices),
+            factors=entry.factors,
         )
+
+    def with_factors(self, model: ModelFacts) -> RunFacts:
+        """With the rows and columns that the optimizer keeps of this model counted in `state_bytes`."""
+        more = 4 * self.factors * model.factors / max(1, model.trained)
+        return replace(self, state_bytes=self.state_bytes + more, factors=0)
