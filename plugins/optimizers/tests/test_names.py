@@ -68,6 +68,7 @@ def test_an_older_configuration_names_the_package_where_it_is_absent(name, advic
     [
         (("--optimizer=SGD", "--adam_beta1=0.5", "--adam_weight_decay=0.1"), ["adam_beta1"]),
         (("--optimizer=lion", "--adam_beta1=0.5", "--adam_epsilon=1e-6"), ["adam_epsilon"]),
+        (("--optimizer=adafactor", "--adam_beta1=0.5", "--adam_weight_decay=0.1"), ["adam_beta1"]),
         (("--optimizer=prodigy", "--adam_weight_decay=0.1"), ["adam_weight_decay"]),
         (("--optimizer=adamw", "--adam_beta1=0.5", "--adam_epsilon=1e-6"), []),
         (("--optimizer=stableadamw",), []),

@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from smalti import CheckpointError, OptimizerEntry, UserError
+from smalti import OptimizerEntry, UserError
 from smalti.builtin.core import OPTIMIZERS
 from smalti.config.resolution import resolve
 from smalti.errors import MissingPlugin
@@ -18,9 +18,7 @@ from smalti.plugins.lookup import find_optimizer
 from smalti.plugins.schema import schema_of
 from smalti.training.optim.optimizers import (
     AdamW,
-    FixedRateAdafactor,
     build_registered,
-    check_step_sizes,
     matrices,
     parameter_groups,
     sgd,
@@ -63,16 +61,6 @@ def test_every_optimizer_on_offer_lowers_a_loss(entry: OptimizerEntry):
         optimizer.zero_grad()
         losses.append(loss.item())
     assert losses[-1] < losses[0]
-
-
-def test_muon_steps_matrices_and_leaves_vectors_to_adamw():
-    net = model()
-    optimizer = build_registered(parameter_groups(net, 0.0, matrices(net)), config("--optimizer=muon"), OPTIMIZERS)
-    net(torch.randn(4, 8)).sum().backward()
-    optimizer.step()
-    moments = {name: set(optimizer.state[parameter]) for name, parameter in net.named_parameters()}
-    assert moments["0.weight"] == {"momentum_buffer"}
-    assert moments["0.bias"] == {"step", "exp_avg", "exp_avg_sq"}
 
 
 def test_of_sharded_parameters_adamw_steps_its_own_part_and_keeps_moments_as_they_are_spread(tmp_path):
@@ -118,55 +106,6 @@ def test_weights_without_a_gradient_shrink_by_the_rate_times_the_decay(entry: Op
     assert [group["weight_decay"] for group in optimizer.param_groups] == [1.0]
 
 
-SHAPES = {"matrix": (5, 3), "vector": (7,), "convolution": (4, 3, 2, 2)}
-
-
-def test_adafactor_steps_as_that_of_transformers_does_at_a_fixed_rate():
-    transformers = pytest.importorskip("transformers")
-    first = {name: torch.randn(shape) for name, shape in SHAPES.items()}
-    ours, theirs = ({name: nn.Parameter(value.clone()) for name, value in first.items()} for _ in range(2))
-    settings = {"lr": 1e-2, "weight_decay": 0.1}
-    pairs = (
-        (ours, FixedRateAdafactor([{"params": list(ours.values())}], **settings)),
-        (theirs, transformers.Adafactor(theirs.values(), scale_parameter=False, relative_step=False, **settings)),
-    )
-    for step in range(20):
-        for weights, optimizer in pairs:
-            random = torch.Generator().manual_seed(step)
-            for weight in weights.values():
-                weight.grad = torch.randn(weight.shape, generator=random) * 10 ** (step % 5 - 3)
-            optimizer.step()
-    for name in SHAPES:
-        torch.testing.assert_close(ours[name], theirs[name], rtol=1e-6, atol=1e-6)
-
-
-def test_adafactor_trains_the_zeros_that_an_adapter_begins_with():
-    """By about the rate in each step; with the rate scaled by the size of the weight, by a thousandth of it."""
-    rate, steps, sizes = 1e-4, 100, []
-    for name in ("adafactor", "adafactor_scaled"):
-        weight, random = nn.Parameter(torch.zeros(16, 4)), torch.Generator().manual_seed(0)
-        groups = [{"params": [("lora_B", weight)], "weight_decay": 0.0}]
-        optimizer = build_registered(groups, config(f"--optimizer={name}", f"--learning_rate={rate}"), OPTIMIZERS)
-        for _ in range(steps):
-            weight.grad = 1 + 0.1 * torch.randn(16, 4, generator=random)
-            optimizer.step()
-        sizes.append(weight.detach().square().mean().sqrt().item() / (rate * steps))
-    assert 1 / 3 < sizes[0] < 3
-    assert sizes[1] < 0.01
-
-
-def test_moments_of_torchs_adafactor_are_not_continued_with_other_steps():
-    fixed, scaled = (
-        build_registered(parameter_groups(net := model(), 0.0, matrices(net)), config(f"--optimizer={name}"), OPTIMIZERS)
-        for name in ("adafactor", "adafactor_scaled")
-    )
-    with pytest.raises(CheckpointError, match="scaled the learning rate") as caught:
-        check_step_sizes("Adafactor", fixed)
-    assert "--optimizer=adafactor_scaled" in caught.value.fix
-    check_step_sizes("Adafactor", scaled)
-    check_step_sizes(type(fixed).__name__, fixed)
-
-
 def test_the_help_names_every_optimizer_on_offer():
     told = schema_of(load_plugins()).options["optimizer"].help
     assert [entry.name for entry in OPTIMIZERS if entry.name not in told] == []
@@ -175,7 +114,7 @@ def test_the_help_names_every_optimizer_on_offer():
 def test_an_unknown_optimizer_is_answered_with_the_nearest_name():
     with pytest.raises(UserError, match="Unknown optimizer 'adamv'") as caught:
         find_optimizer("adamv", OPTIMIZERS)
-    assert caught.value.fix.startswith("did you mean adamw? known: adafactor, adafactor_scaled, adagrad, adamw, muon, sgd")
+    assert caught.value.fix.startswith("did you mean adamw? known: adagrad, adamw, sgd")
 
 
 def test_an_optimizer_of_a_package_that_is_not_installed_is_answered_with_the_package(monkeypatch):

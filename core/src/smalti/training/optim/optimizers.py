@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from smalti.config import Config, OptimizerOptions
-from smalti.errors import BrokenPlugin, CheckpointError
+from smalti.errors import BrokenPlugin
 from smalti.plugins import create, find_optimizer
 from smalti.training.optim.ema import local_parts
 from smalti.types import OptimizerEntry
@@ -104,96 +104,3 @@ def decouple_decay(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     optimizer.register_step_pre_hook(shrink)
     optimizer.register_step_post_hook(restore_decay)
     return optimizer
-
-
-def muon(
-    groups: list[dict[str, object]], *, lr: float, betas: tuple[float, float], eps: float, weight_decay: float
-) -> torch.optim.Optimizer:
-    """Muon (Jordan et al. 2024) on matrices, AdamW on everything else, as one optimizer.
-
-    Muon's updates are scaled to the size of AdamW's (Liu et al. 2025), so that one learning rate serves both.
-    """
-    matrices, rest = [], []
-    for group in groups:
-        pairs = cast(list[tuple[str, Tensor]], group["params"])
-        matrices.append({**group, "params": [pair for pair in pairs if pair[1].dim() == 2]})
-        rest.append({**group, "params": [pair for pair in pairs if pair[1].dim() != 2]})
-    parts: list[torch.optim.Optimizer] = []
-    if chosen := [group for group in matrices if group["params"]]:
-        parts.append(torch.optim.Muon(chosen, lr=lr, weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw"))
-    if chosen := [group for group in rest if group["params"]]:
-        parts.append(AdamW(chosen, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay))
-    return Joined(parts)
-
-
-class Joined(torch.optim.Optimizer):
-    """Several optimizers over different parameters that step as one; they share one state and list of groups."""
-
-    def __init__(self, parts: Sequence[torch.optim.Optimizer]) -> None:
-        groups = [group for part in parts for group in part.param_groups]
-        super().__init__([{"params": group["params"]} for group in groups], {})
-        self.parts = tuple(parts)
-        self.param_groups = groups
-        for part in parts:
-            part.state = self.state
-
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
-        for part in self.parts:
-            part.step(closure)
-
-
-class FixedRateAdafactor(torch.optim.Optimizer):
-    """Adafactor (Shazeer and Stern 2018) at an absolute learning rate: a step has about the size of the rate.
-
-    As that of transformers is with `relative_step` and `scale_parameter` off. torch's multiplies the rate by the size of each
-    weight, so that it does not train an adapter, which begins at zero. Of a matrix it keeps a row and a column of the second
-    moment, under the names and in the shapes of torch's.
-    """
-
-    def __init__(self, groups: list[dict[str, object]], *, lr: float, weight_decay: float = 0.0) -> None:
-        super().__init__(groups, {"lr": lr, "weight_decay": weight_decay, "beta2_decay": -0.8, "eps": 1e-30, "clip": 1.0})
-
-    @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    update = self._update(self.state[parameter], parameter.grad.float(), group)
-                    parameter.mul_(1 - group["lr"] * group["weight_decay"])
-                    parameter.sub_(update, alpha=group["lr"])
-
-    @staticmethod
-    def _update(state: dict[str, Tensor], gradient: Tensor, group: dict[str, float]) -> Tensor:
-        """The gradient over the root of its second moment, with a root mean square of at most `clip`."""
-        rows, columns = gradient.shape[-2:-1], gradient.shape[-1:]
-        if not state:
-            state["step"] = torch.tensor(0.0)
-            if rows:
-                state["row_var"] = gradient.new_zeros(*gradient.shape[:-1], 1)
-                state["col_var"] = gradient.new_zeros(*gradient.shape[:-2], 1, *columns)
-            else:
-                state["variance"] = torch.zeros_like(gradient)
-        state["step"] += 1
-        new = state["step"].item() ** group["beta2_decay"]
-        square = gradient.square().add_(group["eps"])
-        if rows:
-            row = state["row_var"].lerp_(square.mean(-1, keepdim=True), new)
-            column = state["col_var"].lerp_(square.mean(-2, keepdim=True), new)
-            scale = (row / row.mean(-2, keepdim=True)).rsqrt_() * column.rsqrt()
-        else:
-            scale = state["variance"].lerp_(square, new).rsqrt()
-        update = scale.mul_(gradient)
-        return update.div_((update.norm() / update.numel() ** 0.5 / group["clip"]).clamp_(min=1.0))
-
-
-def check_step_sizes(saved: str, optimizer: torch.optim.Optimizer) -> None:
-    """Refuse to resume with `FixedRateAdafactor` from a checkpoint of torch's Adafactor, the optimizer that was `saved`.
-
-    The same learning rate would make steps that are hundreds of times as large. Raises CheckpointError.
-    """
-    if saved == torch.optim.Adafactor.__name__ and isinstance(optimizer, FixedRateAdafactor):
-        raise CheckpointError(
-            "the checkpoint is of a run whose Adafactor scaled the learning rate by the size of each weight, and "
-            "--optimizer=adafactor takes it as it is",
-            fix="--optimizer=adafactor_scaled resumes it; or start a new run in a new --output_dir",
-        )
