@@ -185,7 +185,8 @@ def assemble(
     model = wrap_model(config, plugins, plan, parallel, family, bare, blocks, seed, weights)
     model, optimizer = parallel.setup(model, build_optimizer(config, plugins, parallel, model, decayed))
     model.train()
-    loss = denoising_loss(config, family, device, encoded.conditioning([""], device))
+    unconditional = encoded.conditioning([""], device, on_host=family.host_conditioning)
+    loss = denoising_loss(config, family, device, unconditional)
     info = RunInfo(
         **vars(context.info),
         family=family.name,
@@ -310,4 +311,5 @@ def open_loader(run: Assembled) -> Loader:
         position=run.state.position,
         latents=run.encoded.latents,
         texts=run.encoded.texts,
+        host_conditioning=run.family.host_conditioning,
     )
