@@ -49,7 +49,6 @@ from smalti.plugins import Plugins, create, find_family
 from smalti.rundir import Ownership, RunWriter, join
 from smalti.training.checkpointing import write
 from smalti.training.failures.disk_space import DiskSpace
-from smalti.training.failures.step_times import ForwardTime
 from smalti.training.loss import denoising_loss
 from smalti.training.metrics import Memory, Utilisation, peak_of
 from smalti.training.optim.ema import build_ema
@@ -291,7 +290,6 @@ def begin(made: Assembled, saver: Saver, batches: Loader) -> Run:
         scheduler=build_scheduler(made.optimizer, config[OptimizerOptions], state.max_steps, state.step),
         batches=batches,
         disk_space=DiskSpace(config, made.plugins, made.directory),
-        forward_time=ForwardTime(world.device),
         utilisation=Utilisation(family=made.family, trained=made.info.trainable / made.info.parameters, peak=peak),
         memory=Memory(world.device),
         older_checkpoints=made.checkpoints.names(),

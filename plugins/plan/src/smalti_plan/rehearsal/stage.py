@@ -90,7 +90,14 @@ class Stage:
                 latents = torch.empty(1, *family.latent_shape(self.bucket.width, self.bucket.height))
             family.release_encoder("latents")
         world = self.parallel.world
-        self.samples = Samples(config=self.config, bucket=self.bucket, world=world, latents=latents, texts=texts)
+        self.samples = Samples(
+            config=self.config,
+            bucket=self.bucket,
+            world=world,
+            latents=latents,
+            texts=texts,
+            host_conditioning=family.host_conditioning,
+        )
 
     def build(self) -> None:
         """Model, weights, optimizer and EMA; then the optimizer's state, which a first step would make."""
@@ -101,7 +108,7 @@ class Stage:
         if (weights := self.weights) is None:
             with without_weights():
                 weights = ShapeWeights(self.family.build_model())
-        detector, state = FailureDetector(processes=()), RunState(max_steps=0)
+        detector, state = FailureDetector(processes=()), RunState(max_steps=0, check_before_step=True)
         context = Context.of(config, self.plugins, self.plan, self.parallel, detector, state)
         context.periodic = periodic_work(config, self.plugins)
         with self.ledger.counting("load", "parameters"):
@@ -116,6 +123,7 @@ class Stage:
             alone = GlooCommunicator(world=world, group=None)
             saver = Saver(write=_write_nothing, communicator=alone, background=alone)
             self.run = run = begin(made, saver, cast(Loader, _NoLoader()))
+            run.tell = lambda batch, result: None  # type: ignore[method-assign]
             self._mark_state()
         hook_gradients(run.parallel.unwrap(run.model), lambda gradient: self.ledger.mark([gradient], "gradients"))
         self._first_state()
