@@ -29,6 +29,16 @@ class TestOrder(Orderly):
     """SDXL lists its blocks in another order than they compute: what is gathered ahead for the last one is not for any."""
 
 
+def test_blocks_in_bf16_touch_less_memory(rehearsed, pipeline):
+    """By what autocast casts to fp32 and back."""
+    both = [
+        rehearsed("fsdp_enable", *more, saves=False, samples=False, **pipeline("flux")).phases["third step"]
+        for more in ((), ("fsdp_bf16_blocks",))
+    ]
+    assert both[1].touched < 0.95 * both[0].touched
+    assert both[1].kernels < both[0].kernels
+
+
 @every_run
 def test_the_host_does_not_wait_for_the_device_in_a_step(seen):
     """Not for the length of a caption either."""
