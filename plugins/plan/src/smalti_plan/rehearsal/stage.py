@@ -25,7 +25,7 @@ from smalti.parallel import Communicator, FailureDetector, GlooCommunicator, Par
 from smalti.plugins import Plugins
 from smalti.rundir import Ownership
 from smalti.training import Context, Run, assemble, begin, periodic_work, train_step
-from smalti_plan.rehearsal.fake_tensors import NEEDS_VALUES
+from smalti_plan.rehearsal.fake_tensors import NEEDS_VALUES, needs_values
 from smalti_plan.rehearsal.ledger import Counted, Ledger
 from smalti_plan.rehearsal.replicas import hook_gradients, replicas_in
 from smalti_plan.rehearsal.samples import CAPTION, ExampleTexts, Samples, encoded_latents, one_bucket
@@ -170,7 +170,9 @@ class Stage:
             try:
                 with self.ledger.counting(work.name):
                     rehearsal()
-            except NEEDS_VALUES as error:  # some samplers look for their place in a list of noise levels
+            except Exception as error:
+                if not needs_values(error):  # some samplers look for their place in a list of noise levels
+                    raise
                 self.ledger.moments.pop(work.name, None)
                 self.notes.append(f"{work.name!r} was not counted, because it depends on values: {error}")
 
