@@ -146,7 +146,7 @@ def check(run: Run, loss: Tensor, norm: Tensor) -> tuple[Callable[[], Sequence[f
         numbers = float(loss), float(norm)
         return lambda: numbers, all(map(math.isfinite, numbers))
     values = torch.stack((loss.float(), norm.float()))
-    run.optimizer.found_inf = 1 - values.isfinite().all().float()
+    run.optimizer.found_inf = 1 - values.isfinite().all().float()  # type: ignore[attr-defined]
     there, device = values.to("cpu", non_blocking=True), torch.device(run.world.device)  # pinned memory
     ready = None if device.type == "cpu" else torch.Event(device)
     if ready is not None:

@@ -102,7 +102,8 @@ def _with_lengths(embedder: nn.Module, inputs: tuple[Tensor, Tensor]) -> tuple[T
     The host would wait for the device to count the ones, and for a copy of each table.
     """
     states, mask = inputs
-    embedder.freqs_cis = [table.to(states.device) for table in cast(list[Tensor], embedder.freqs_cis)]
+    tables = cast(list[Tensor], embedder.freqs_cis)
+    tables[:] = [table.to(states.device) for table in tables]
     return states, _Counted(mask)
 
 
