@@ -18,6 +18,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from smalti.data import Batch
+    from smalti.types import StepResult
     from smalti_plan.rehearsal.stage import Stage
 
 WARM_UP = {False: 3, True: 1}
@@ -127,14 +129,21 @@ def steps(stage: Stage, order: Order, memory: _Memory) -> Measured:
         pixels = torch.randn(len(batch.micro[0].captions), 3, stage.bucket.height, stage.bucket.width)
         micro = [replace(each, pixels=pixels.to(stage.device)) for each in batch.micro]
         batch = replace(batch, micro=tuple(micro))
-    results = []
+    results: list[StepResult] = []
+
+    def tell(batch: Batch, result: StepResult) -> None:
+        results.append(result)
+        run.state.step = result.step
+
+    run.tell = tell  # type: ignore[method-assign]
+    run.state.check_before_step = None
 
     def step() -> None:
         run.boundary.reach()
-        results.append(train_step(run, batch))
-        run.state.step += 1
+        train_step(run, batch)
 
     seconds = _timed(step, stage.device, order, memory)
+    run.settle()
     counted = dynamo.counters
     return Measured(
         losses=[each.loss for each in results],

@@ -24,8 +24,16 @@ COMMON = {
     "without": "plots",
 }
 PIPELINE_MODULES = (
+    "diffusers.pipelines.aura_flow.pipeline_aura_flow",
     "diffusers.pipelines.flux.pipeline_flux",
+    "diffusers.pipelines.flux2.pipeline_flux2_klein",
+    "diffusers.pipelines.lumina2.pipeline_lumina2",
+    "diffusers.pipelines.pixart_alpha.pipeline_pixart_sigma",
+    "diffusers.pipelines.qwenimage.pipeline_qwenimage",
+    "diffusers.pipelines.sana.pipeline_sana",
+    "diffusers.pipelines.stable_diffusion_3.pipeline_stable_diffusion_3",
     "diffusers.pipelines.stable_diffusion_xl.pipeline_stable_diffusion_xl",
+    "diffusers.pipelines.z_image.pipeline_z_image",
 )
 """Of what families of diffusers import, what takes longest."""
 
@@ -38,18 +46,18 @@ def images(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="session")
 def rehearsed(images, tmp_path_factory):
-    """rehearsed(*flags, rank=1, ranks=8, saves=True, **options) -> what `rehearse` saw of a run with these options.
+    """rehearsed(*flags, rank=1, ranks=8, saves=True, samples=True, **options) -> what `rehearse` saw of such a run.
 
     Of the toy family, if they name no other. `module` runs in the process that brings the devices.
     """
 
-    def run(*flags: str, rank: int = 1, ranks: int = 8, saves: bool = True, module: str = "accelerators", **options):
+    def run(*flags: str, module: str = "accelerators", rank: int = 1, ranks: int = 8, saves=True, samples=True, **options):
         directory = tmp_path_factory.mktemp("run") / "run"
         values = {**COMMON, "instance_data_dir": images, "output_dir": directory, "num_processes": ranks}
         words = as_words(values | (options if "model_family" in options else TOY | options), flags)
         imports = PIPELINE_MODULES if "model_family" in options else ()
         with forked_processes(ranks=1, group=False, module=module, imports=imports) as process:
-            return process.run(rehearse, words, rank=rank, ranks=ranks, saves=saves)[0]
+            return process.run(rehearse, words, rank=rank, ranks=ranks, saves=saves, samples=samples)[0]
 
     return run
 

@@ -16,15 +16,19 @@ from pathlib import Path
 class Phase:
     """What was seen in one part of a run.
 
-    `waits` counts by function how often the host waited for the device. `switches` are devices other than the rank's own that
+    `waits` counts by function how often the host waited for the device, and by the kind of entry in the trace, how often the
+    loop's thread did for all that was asked in this part. `switches` are devices other than the rank's own that
     became current. `staging` are the sizes of host memory that the saver's thread has pinned, in bytes. `tf32` counts the
-    products of matrices that may and that may not be computed in TF32.
+    products of matrices that may and that may not be computed in TF32. `kernels` are operations on devices, `touched` the bytes
+    that they read and write.
     """
 
     waits: Counter = field(default_factory=Counter)
     switches: list[int] = field(default_factory=list)
     staging: list[int] = field(default_factory=list)
     tf32: Counter = field(default_factory=Counter)
+    kernels: int = 0
+    touched: int = 0
 
 
 @dataclass(kw_only=True)
@@ -53,7 +57,7 @@ class Rehearsal:
         return dict(self.phases[name].waits)
 
 
-def rehearse(words: Sequence[str], *, rank: int = 1, ranks: int = 8, saves: bool = True) -> Rehearsal:
+def rehearse(words: Sequence[str], *, rank: int = 1, ranks: int = 8, saves: bool = True, samples: bool = True) -> Rehearsal:
     """Run `smalti train WORDS` as this rank of that many: steps, saves beside more steps, evaluation, sampling, resuming."""
     import torch
 
@@ -69,7 +73,7 @@ def rehearse(words: Sequence[str], *, rank: int = 1, ranks: int = 8, saves: bool
     with ExitStack() as closing:
         run = _built(words, watch, closing)
         with watch:
-            _go_through(run, seen, watch, saves=saves)
+            _go_through(run, seen, watch, saves=saves, samples=samples)
     seen.groups = [{name: str(value) for name, value in group.items()} for group in cluster.groups]
     seen.messages = cluster.messages
     return _judged(seen, watch)
@@ -148,6 +152,7 @@ def _load_for_real() -> None:
     """Parts of pipelines are read from files that no fake tensor could read; they are fake once they go to the device."""
     from torch._subclasses.fake_tensor import unset_fake_temporarily
 
+    from smalti_diffusers.families import padding
     from smalti_diffusers.sources.components import Components
 
     own = Components.load
@@ -157,6 +162,8 @@ def _load_for_real() -> None:
             return own(self, *arguments)
 
     Components.load = load
+    # Masks of captions: a length that is asked of the device is waited for, and none that the host has.
+    padding.has_values = lambda mask: mask.device.type not in ("cpu", "meta")
 
 
 def _trust_other_ranks() -> None:
@@ -177,7 +184,7 @@ def _real_span(cls, elements, whole, begin):
     return span
 
 
-def _go_through(run, seen, watch, *, saves: bool) -> None:
+def _go_through(run, seen, watch, *, saves: bool, samples: bool) -> None:
     import torch
 
     import smalti.checkpoint.planning
@@ -193,9 +200,7 @@ def _go_through(run, seen, watch, *, saves: bool) -> None:
         return Checkpoint(step=snapshot.step, path=run.checkpoints.root, size=1, seconds=0.0)
 
     def step():
-        batch = next(run.batches)
-        result = train_step(run, batch)
-        run.advance(batch, run.measure(batch, result))
+        train_step(run, next(run.batches))
 
     around = run.parallel.accumulate
 
@@ -216,11 +221,12 @@ def _go_through(run, seen, watch, *, saves: bool) -> None:
         None
     )  # of what the other ranks would hold, nothing is there
     run.saver = Saver(write=write, communicator=run.parallel, background=alone)
-    for name in ("first step", "second step"):
+    for name in ("first step", "second step", "third step"):  # whose loss the next may read
         with _phase(seen, name, watch, home):
             step()
     with _phase(seen, "agree", watch, home):
         agree(run)
+        run.settle()
     seen.parameters = {str(parameter.device) for parameter in run.model.parameters()}
     seen.averages = {str(tensor.device) for tensor in run.ema.shadows.values()} if run.ema is not None else set()
     seen.state = _places(run.optimizer)
@@ -232,14 +238,16 @@ def _go_through(run, seen, watch, *, saves: bool) -> None:
         with _phase(seen, "save beside a step", watch, home):
             save(run, last=False)
             step()
+            run.settle()
             run.saver.wait()
             poll_save(run, finish=True)
     periodic = {work.name: work for work in run.periodic}
     if run.data.held_out is not None:
         with _phase(seen, "evaluate", watch, home):
             periodic["evaluation"].run(run)
-    with _phase(seen, "sample", watch, home):
-        periodic["validation"].run(run)
+    if samples:
+        with _phase(seen, "sample", watch, home):
+            periodic["validation"].run(run)
     with _phase(seen, "discard", watch, home):
         run.parallel.zero_grad()
     with _phase(seen, "resume", watch, home):
@@ -287,15 +295,25 @@ def _phase(seen: Rehearsal, name: str, watch, home: int) -> Iterator[None]:
     from smalti_plan.rehearsal.devices import fake_cuda
     from smalti_plan.rehearsal.devices.fake_cuda import Kind
 
+    here = fake_cuda.this_thread()
     operations, pinned, begin = len(watch.operations), len(watch.pinned), fake_cuda.trace_length()
     yield
     trace = fake_cuda.trace(begin)
     seen_here = watch.operations[operations:]
     pins = [*watch.pinned[pinned:], *((entry.thread, entry.value) for entry in trace if entry.kind is Kind.PIN)]
+    recorded = {entry.value for entry in trace if entry.kind is Kind.RECORD}
+    syncs = [
+        entry.kind.name
+        for entry in trace
+        if entry.thread == here
+        and (entry.kind in (Kind.SYNC_STREAM, Kind.SYNC_DEVICE) or (entry.kind is Kind.SYNC_EVENT and entry.value in recorded))
+    ]
     seen.phases[name] = Phase(
-        waits=Counter(operation.where for operation in seen_here if operation.waits),
+        waits=Counter([*(operation.where for operation in seen_here if operation.waits), *syncs]),
         switches=[entry.device for entry in trace if entry.kind is Kind.SET_DEVICE and entry.device != home],
         tf32=Counter(operation.tf32 for operation in seen_here if operation.name in ("mm", "addmm", "bmm")),
+        kernels=sum(operation.device is not None for operation in seen_here),
+        touched=sum(operation.touched for operation in seen_here if operation.device is not None),
         staging=[size for thread, size in pins if watch.threads.get(thread, "").startswith("smalti-save")],
     )
 

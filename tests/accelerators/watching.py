@@ -31,6 +31,7 @@ class Operation:
 
     `reads` and `writes` are numbers of storages. `waits`: the host goes on only when the stream has come so far. `where` is the
     function of smalti that asked for it, "" for none. `tf32`: products of fp32 matrices may be computed in TF32.
+    `touched`: bytes of the tensors that it reads and writes.
     """
 
     name: str
@@ -40,6 +41,7 @@ class Operation:
     waits: bool
     where: str
     tf32: bool
+    touched: int
 
 
 class Watch(FakeTensorMode):
@@ -136,6 +138,7 @@ class Watch(FakeTensorMode):
             waits=waits,
             where=_where(),
             tf32=torch.backends.cuda.matmul.allow_tf32,
+            touched=sum(tensor.nbytes for tensor in (*reads, *writes)),
         )
         self.operations.append(operation)
         fake_cuda.note(len(self.operations) - 1, -1 if device is None else device)

@@ -38,6 +38,7 @@ def runs(tmp_path_factory, train):
             **several,
             train_batch_size=3,
             gradient_accumulation_steps=2,
+            check_before_step=False,  # but read results while the next step computes, as on accelerators
             fsdp_reshard_after_forward=False,
             fsdp_activation_checkpointing=True,
             validation_prompt=PROMPTS,
@@ -102,6 +103,18 @@ def test_pictures_are_those_of_one_process(runs, kind, step):
     for name in names:
         pair = [Image.open(folder / name) for folder in folders]
         assert max(high for _, high in ImageChops.difference(*pair).getextrema()) <= 1
+
+
+def test_losses_of_blocks_in_bf16_alone_are_within_the_noise_of_bf16(tmp_path, train):
+    options = SHARDED | {"max_train_steps": 8, "train_batch_size": 12}
+    exact = train(tmp_path / "exact", **options).losses
+    bf16, pure = (
+        train(tmp_path / str(alone), **options, mixed_precision="bf16", fsdp_bf16_blocks=alone).losses
+        for alone in (False, True)
+    )
+    noise, found = (max(abs(one - other) for one, other in zip(exact, losses, strict=True)) for losses in (bf16, pure))
+    assert pure != bf16
+    assert found < 2 * noise
 
 
 def test_a_run_goes_on_over_1_2_4_3_ranks_and_1_as_if_nothing_had_happened(tmp_path, runs, train):

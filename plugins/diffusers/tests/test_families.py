@@ -98,6 +98,12 @@ class Drawn:
     latents: torch.Tensor
     pictures: torch.Tensor
 
+    def built(self):
+        """The model as a run builds it, with these weights."""
+        model = self.family.build_base()
+        model.load_state_dict(self.model.state_dict(), assign=True)
+        return model.eval()
+
     def theirs(self, step):
         """The tensors of the pipeline's calls in a step."""
         each = len(self.captions)
@@ -111,7 +117,17 @@ class Drawn:
         noisy = torch.cat([self.noise] * (len(captions) // len(PROMPTS)))
         with torch.no_grad():
             conditioning = self.family.encode_captions(captions)
-            return self.family.inputs(noisy, self.timesteps[step].float().expand(len(noisy)), conditioning)
+            return unpadded(self.family.inputs(noisy, self.timesteps[step].float().expand(len(noisy)), conditioning))
+
+
+def unpadded(inputs):
+    """Without what Qwen-Image's texts are padded with to a multiple of 64 tokens, and the mask where the model takes it."""
+    if (mask := (inputs.pop("attention_kwargs", None) or {}).get("encoder_hidden_states_mask")) is None:
+        return inputs
+    assert mask.shape[1] == 64
+    mask = mask[:, : int(mask.sum(1).max())]
+    inputs["encoder_hidden_states"] = inputs["encoder_hidden_states"][:, : mask.shape[1]]
+    return inputs if mask.all() else inputs | {"encoder_hidden_states_mask": mask}
 
 
 def unpacked(latents, like):
@@ -164,7 +180,7 @@ def test_in_the_middle_it_is_told_the_same_time(drawn):
 def test_the_prediction_is_what_the_pipeline_tells_its_scheduler(drawn):
     with torch.no_grad():
         conditioning = drawn.family.encode_captions(PROMPTS)
-        found = drawn.family.forward(drawn.model, drawn.noise, drawn.timesteps[:1].float().expand(2), conditioning)
+        found = drawn.family.forward(drawn.built(), drawn.noise, drawn.timesteps[:1].float().expand(2), conditioning)
     torch.testing.assert_close(found, drawn.prediction)
 
 
@@ -213,7 +229,8 @@ def test_times_are_moved_towards_noise_as_the_pipelines_scheduler_moves_them(fam
 def test_an_image_counts_as_many_tokens_as_the_blocks_are_given(drawn):
     """Z-Image's first block is given them padded to a multiple of 32."""
     lengths, names = [], ("noise_refiner.0", "transformer_blocks.0", "joint_transformer_blocks.0")
-    block = next(module for name, module in drawn.model.named_modules() if name in names)
+    model = drawn.built()
+    block = next(module for name, module in model.named_modules() if name in names)
 
     def note(module, arguments, keywords):
         states = signature(type(module).forward).bind(module, *arguments, **keywords).arguments
@@ -222,7 +239,7 @@ def test_an_image_counts_as_many_tokens_as_the_blocks_are_given(drawn):
     hook = block.register_forward_pre_hook(note, with_kwargs=True)
     with torch.no_grad():
         conditioning = drawn.family.encode_captions(PROMPTS)
-        drawn.family.forward(drawn.model, drawn.noise, drawn.timesteps[:1].float().expand(2), conditioning)
+        drawn.family.forward(model, drawn.noise, drawn.timesteps[:1].float().expand(2), conditioning)
     hook.remove()
     said = drawn.family.image_tokens(*SIZE)
     assert lengths[0] == (-(-said // 32) * 32 if drawn.family.name == "z_image" else said)

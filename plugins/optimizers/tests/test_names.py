@@ -11,7 +11,6 @@ from smalti.hookspecs import HookSpecs
 from smalti.plugins import Selection, load_plugins, schema_of
 from smalti.plugins.lookup import check_strategy, choose_distributed
 from smalti.training import build_registered, matrices, parameter_groups
-from smalti.training.optim.optimizers import check_step_sizes
 from smalti_optimizers.checks import SCHEDULE_FREE
 from smalti_optimizers.plugin import plugin
 
@@ -74,10 +73,20 @@ def test_moments_of_torchs_adafactor_are_not_continued_with_other_steps():
         for name in ("adafactor", "adafactor_scaled")
     )
     with pytest.raises(CheckpointError, match="scaled the learning rate") as caught:
-        check_step_sizes("Adafactor", fixed)
+        fixed.check_saved("Adafactor")
     assert "--optimizer=adafactor_scaled" in caught.value.fix
-    check_step_sizes("Adafactor", scaled)
-    check_step_sizes(type(fixed).__name__, fixed)
+    fixed.check_saved(type(fixed).__name__)
+    assert not hasattr(scaled, "check_saved")
+
+
+def test_muon_steps_matrices_and_leaves_vectors_to_adamw():
+    net = nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16), nn.Linear(16, 4))
+    optimizer = build_registered(parameter_groups(net, 0.0, matrices(net)), config("--optimizer=muon"), OPTIMIZERS)
+    net(torch.randn(4, 8)).sum().backward()
+    optimizer.step()
+    moments = {name: set(optimizer.state[parameter]) for name, parameter in net.named_parameters()}
+    assert moments["0.weight"] == {"momentum_buffer"}
+    assert moments["0.bias"] == {"step", "exp_avg", "exp_avg_sq"}
 
 
 @pytest.mark.parametrize(("name", "advice"), [("lion", "plugins/optimizers"), ("optimi-lion", "plugins/migrate")])
@@ -100,6 +109,7 @@ def test_an_older_configuration_names_the_package_where_it_is_absent(name, advic
     [
         (("--optimizer=SGD", "--adam_beta1=0.5", "--adam_weight_decay=0.1"), ["adam_beta1"]),
         (("--optimizer=lion", "--adam_beta1=0.5", "--adam_epsilon=1e-6"), ["adam_epsilon"]),
+        (("--optimizer=adafactor", "--adam_beta1=0.5", "--adam_weight_decay=0.1"), ["adam_beta1"]),
         (("--optimizer=prodigy", "--adam_weight_decay=0.1"), ["adam_weight_decay"]),
         (("--optimizer=adamw", "--adam_beta1=0.5", "--adam_epsilon=1e-6"), []),
         (("--optimizer=stableadamw",), []),

@@ -1,9 +1,10 @@
 """A third-party plugin for tests: it writes down each hook call, and can spoil a step on one rank.
 
 PROBE_CALLS names the file for the calls. PROBE_SPOIL is "KIND:RANK:STEP", or several of them with commas: "nan" makes the
-model's output not finite in that step, "fault" raises the error of a broken accelerator, once, "faults" that of cuBLAS,
-always; "error" raises a plain one, "kill" is `kill -9`, "save" fails to write the checkpoint of that step, "sample" to draw
-or to evaluate after it, "stop" asks for a stop after that step, "preempt" does so with SIGUSR1; "terminate" is SIGTERM
+model's output not finite in that step, "gradient" its gradient in the forward pass of that number, "fault" raises the error
+of a broken accelerator, once, "faults" that of cuBLAS, always; "error" raises a plain one, "kill" is `kill -9`, "save" fails
+to write the checkpoint of that step, "sample" to draw or
+to evaluate after it, "stop" asks for a stop after that step, "preempt" does so with SIGUSR1; "terminate" is SIGTERM
 while the run is built, at step 0. "stuck" never comes back from the backward pass, as from a device that waits for another
 rank: a call that lets other threads run and minds no signal; "hang" does so in the hook `on_step_end`, where "sleep" waits
 for what never comes, and "collective"
@@ -42,6 +43,7 @@ class Probe:
         spoils = [each.split(":") for each in (os.environ.get("PROBE_SPOIL") or "none:0:0").split(",")]
         mine = [each for each in spoils if each[1] == os.environ.get("RANK", "0")]
         self.kind, self.rank, self.step = (mine or spoils)[0]
+        self.passes = 0
         self.health = None
 
     def note(self, hook, **facts):
@@ -113,6 +115,9 @@ class Probe:
 
         if self.kind == "sample" and not module.training and self.due(self.state.step):
             raise RuntimeError("spoiled")
+        self.passes += module.training
+        if self.kind == "gradient" and module.training and self.due(self.passes):
+            output.register_hook(lambda gradient: gradient * float("inf"))
         if self.state is None or not module.training or not self.due(self.state.step + 1):
             return None
         if self.kind == "nan":

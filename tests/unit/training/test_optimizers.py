@@ -63,16 +63,6 @@ def test_every_optimizer_on_offer_lowers_a_loss(entry: OptimizerEntry):
     assert losses[-1] < losses[0]
 
 
-def test_muon_steps_matrices_and_leaves_vectors_to_adamw():
-    net = model()
-    optimizer = build_registered(parameter_groups(net, 0.0, matrices(net)), config("--optimizer=muon"), OPTIMIZERS)
-    net(torch.randn(4, 8)).sum().backward()
-    optimizer.step()
-    moments = {name: set(optimizer.state[parameter]) for name, parameter in net.named_parameters()}
-    assert moments["0.weight"] == {"momentum_buffer"}
-    assert moments["0.bias"] == {"step", "exp_avg", "exp_avg_sq"}
-
-
 def test_of_sharded_parameters_adamw_steps_its_own_part_and_keeps_moments_as_they_are_spread(tmp_path):
     """Bit for bit what torch makes of them as DTensors. Decay of other optimizers shrinks its own part, too."""
     dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'meeting'}", rank=0, world_size=1)
@@ -124,7 +114,7 @@ def test_the_help_names_every_optimizer_on_offer():
 def test_an_unknown_optimizer_is_answered_with_the_nearest_name():
     with pytest.raises(UserError, match="Unknown optimizer 'adamv'") as caught:
         find_optimizer("adamv", OPTIMIZERS)
-    assert caught.value.fix.startswith("did you mean adamw? known: adafactor_scaled, adagrad, adamw, muon, sgd")
+    assert caught.value.fix.startswith("did you mean adamw? known: adagrad, adamw, sgd")
 
 
 def test_an_optimizer_of_a_package_that_is_not_installed_is_answered_with_the_package(monkeypatch):

@@ -29,6 +29,9 @@ def agreed(*due: bool, interval: int = 0, pauses: bool = False, others: int = 0,
 
     run = SimpleNamespace(
         state=RunState(max_steps=9, step=4, **state),
+        queued=None,
+        batches=SimpleNamespace(budget_exhausted=None),
+        settle=lambda: 0.0,
         periodic=[Work(f"work {place}", due=each) for place, each in enumerate(due)],
         config={CheckpointOptions: SimpleNamespace(checkpoint_step_interval=interval)},
         saver=SimpleNamespace(is_pending=False),

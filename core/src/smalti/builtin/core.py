@@ -21,23 +21,6 @@ if TYPE_CHECKING:
 OPTIMIZERS = (
     OptimizerEntry(name="adamw", title="AdamW", state_bytes=8, factory="smalti.training.optim.optimizers:adamw"),
     OptimizerEntry(
-        name="adafactor_scaled",
-        title="Adafactor, learning rate scaled by the size of each weight",
-        state_bytes=0,
-        factors=1,
-        factory="torch.optim:Adafactor",
-        accepts=("weight_decay",),
-        shards=False,
-        flat=False,
-    ),
-    OptimizerEntry(
-        name="muon",
-        title="Muon for matrices, AdamW for the rest",
-        state_bytes=4.1,
-        factory="smalti.training.optim.optimizers:muon",
-        flat=False,
-    ),
-    OptimizerEntry(
         name="adagrad",
         title="Adagrad",
         state_bytes=4,

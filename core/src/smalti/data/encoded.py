@@ -5,7 +5,7 @@ Shapes: B texts, latents (C, h, w).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, cast
@@ -70,14 +70,17 @@ class Encoded:
     held_out: CachedLatents | None = None
     """Latents of the held-out images, if there are any."""
 
-    def conditioning(self, texts: Sequence[str | None], device: str, *, negative: bool = False) -> Conditioning | None:
+    def conditioning(
+        self, texts: Sequence[str | None], device: str, *, negative: bool = False, on_host: Collection[str] = ()
+    ) -> Conditioning | None:
         """Returns the conditioning of these captions, on the device; None if texts are encoded in every step.
 
-        With `negative`, they are negative prompts, or None for none.
+        With `negative`, they are negative prompts, or None for none. What is named in `on_host` stays in host memory.
         """
         if self.texts is None:
             return None
-        return {name: rows.to(device) for name, rows in self.texts.rows(texts, negative=negative).items()}
+        found = self.texts.rows(texts, negative=negative)
+        return {name: rows if name in on_host else rows.to(device) for name, rows in found.items()}
 
 
 class DataEncoder(Protocol):

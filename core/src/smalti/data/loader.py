@@ -13,7 +13,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -95,6 +95,7 @@ class Loader(Iterator[Batch]):
         cache_bytes: memory for scaled images. It is filled once and never evicted: in a shuffled order no policy has more hits.
         latents: cached latents of all images, if there are any.
         texts: cached conditioning of all captions, if there is any.
+        host_conditioning: names of what of it stays in host memory.
     """
 
     def __init__(
@@ -111,6 +112,7 @@ class Loader(Iterator[Batch]):
         cache_bytes: int = 512 << 20,
         latents: CachedLatents | None = None,
         texts: CachedTexts | None = None,
+        host_conditioning: Collection[str] = (),
     ) -> None:
         if micro_batch * world.data_size * accumulation != data.order.effective_batch:
             raise ValueError(
@@ -121,6 +123,7 @@ class Loader(Iterator[Batch]):
         self.errors = errors or data.error_budget()
         self._reader = _Reader(data, self.errors, cache_bytes, latents, texts_cached=texts is not None)
         self._texts = texts
+        self._host_conditioning = host_conditioning
         self._rows: dict[str, Tensor] = {}
         self._order = data.order
         self._world = world
@@ -234,11 +237,13 @@ class Loader(Iterator[Batch]):
         def there(tensor: Tensor) -> Tensor:
             return tensor.to(self._world.device, non_blocking=self._pins)
 
+        stays, rows = self._host_conditioning, one.conditioning
+
         return replace(
             one,
             pixels=None if one.pixels is None else normalised(there(one.pixels)),
             latents=None if one.latents is None else there(one.latents),
-            conditioning=None if one.conditioning is None else {name: there(rows) for name, rows in one.conditioning.items()},
+            conditioning=rows and {name: each if name in stays else there(each) for name, each in rows.items()},
         )
 
 

@@ -6,7 +6,7 @@ Shapes: B batch, C latent channels, H, W pixels, h, w latent size.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property
@@ -96,6 +96,9 @@ class ModelFamily:
     """Why a negative prompt has no effect on images. Empty if it has one."""
     no_guidance_rescale: str = ""
     """Why `sample` cannot rescale guided predictions. Empty if it can, as the default `sample` does."""
+    host_conditioning: Collection[str] = ()
+    """Names of the conditioning of captions that `forward` takes in host memory, to read it without waiting for the device, if
+    captions were encoded before training. From `encode_captions` and in `sample` it is on `device` as all other."""
     notices: Sequence[str] = ()
     """What the user should know before the launch, in sentences. Printed once, with the other notices."""
     device: torch.device = torch.device("cpu")

@@ -29,6 +29,7 @@ from .optim.ema import (
     local_parts as local_parts,
 )
 from .optim.optimizers import (
+    AdamW as AdamW,
     build_registered as build_registered,
     decouple_decay as decouple_decay,
     matrices as matrices,

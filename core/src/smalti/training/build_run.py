@@ -49,7 +49,6 @@ from smalti.plugins import Plugins, create, find_family
 from smalti.rundir import Ownership, RunWriter, join
 from smalti.training.checkpointing import write
 from smalti.training.failures.disk_space import DiskSpace
-from smalti.training.failures.step_times import ForwardTime
 from smalti.training.loss import denoising_loss
 from smalti.training.metrics import Memory, Utilisation, peak_of
 from smalti.training.optim.ema import build_ema
@@ -185,7 +184,8 @@ def assemble(
     model = wrap_model(config, plugins, plan, parallel, family, bare, blocks, seed, weights)
     model, optimizer = parallel.setup(model, build_optimizer(config, plugins, parallel, model, decayed))
     model.train()
-    loss = denoising_loss(config, family, device, encoded.conditioning([""], device))
+    unconditional = encoded.conditioning([""], device, on_host=family.host_conditioning)
+    loss = denoising_loss(config, family, device, unconditional)
     info = RunInfo(
         **vars(context.info),
         family=family.name,
@@ -290,7 +290,6 @@ def begin(made: Assembled, saver: Saver, batches: Loader) -> Run:
         scheduler=build_scheduler(made.optimizer, config[OptimizerOptions], state.max_steps, state.step),
         batches=batches,
         disk_space=DiskSpace(config, made.plugins, made.directory),
-        forward_time=ForwardTime(world.device),
         utilisation=Utilisation(family=made.family, trained=made.info.trainable / made.info.parameters, peak=peak),
         memory=Memory(world.device),
         older_checkpoints=made.checkpoints.names(),
@@ -310,4 +309,5 @@ def open_loader(run: Assembled) -> Loader:
         position=run.state.position,
         latents=run.encoded.latents,
         texts=run.encoded.texts,
+        host_conditioning=run.family.host_conditioning,
     )

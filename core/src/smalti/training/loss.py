@@ -109,10 +109,10 @@ class DenoisingLoss:
         if batch.conditioning is None or self.unconditional is None:
             captions = ["" if drop else caption for caption, drop in zip(batch.captions, dropped.tolist(), strict=True)]
             return self.family.encode_captions(captions)
-        unconditional = self.unconditional
-        dropped = to_device(dropped, self.noise.device)
+        unconditional, masks = self.unconditional, {"cpu": dropped}
+        masks.setdefault(self.noise.device.type, to_device(dropped, self.noise.device))
         return {
-            name: torch.where(dropped.view(-1, *[1] * (rows.ndim - 1)), unconditional[name], rows)
+            name: torch.where(masks[rows.device.type].view(-1, *[1] * (rows.ndim - 1)), unconditional[name], rows)
             for name, rows in batch.conditioning.items()
         }
 
@@ -134,7 +134,7 @@ def denoising_loss(
 ) -> DenoisingLoss:
     """The loss that the options describe. Raises UserError for options that do not go together.
 
-    `unconditional` is the row of the empty prompt, on the device; None if texts are encoded in every step.
+    `unconditional` is the row of the empty prompt, where batches have theirs; None if texts are encoded in every step.
     """
     options = config[ObjectiveOptions]
     objective = objective_of(config, family)

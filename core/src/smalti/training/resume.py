@@ -16,7 +16,6 @@ from smalti.hookspecs import HookSpecs
 from smalti.parallel import RankError
 from smalti.plugins import is_url, open_run
 from smalti.training.checkpointing import empty_snapshot
-from smalti.training.optim.optimizers import check_step_sizes
 from smalti.training.resume_checks import Resumption, check_resumable, noise_level_notices
 from smalti.training.run import Assembled
 
@@ -44,7 +43,8 @@ def restore(run: Assembled, found: Path) -> None:
     )
     assert loaded is not None, "the core's own answer comes last"
     check_adapter(run.adapter, loaded.trainer, found)
-    check_step_sizes(loaded.optimizer, run.optimizer)
+    if hasattr(run.optimizer, "check_saved"):  # where the same settings mean other steps than the saved optimizer's
+        run.optimizer.check_saved(loaded.optimizer)
     resumption = check_resumable(loaded.trainer, run.config, run.data, found)
     groups = run.optimizer.param_groups
     configured = [{key: value for key, value in group.items() if key != "params"} for group in groups]

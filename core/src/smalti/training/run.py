@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import random
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
@@ -13,6 +16,7 @@ from torch import Tensor, nn
 
 from smalti.config import Config, RunOptions, TrackingOptions, TrainingOptions
 from smalti.data import Batch, DatasetSpec, Encoded, Loader, PreparedData
+from smalti.hookspecs import HookSpecs
 from smalti.models import ModelFamily
 from smalti.parallel import Boundary, FailureDetector, Parallel
 from smalti.plugins import Backend, Plugins
@@ -29,6 +33,23 @@ if TYPE_CHECKING:  # the launcher, which checks a run, needs none of it
 
     from smalti.checkpoint import CheckpointStore, SaveError, Saver
     from smalti.training.optim.ema import WeightAverage
+
+
+@dataclass(frozen=True, kw_only=True)
+class QueuedStep:
+    """A step that the device was asked for. `read` waits for its loss, and the norm of its gradients.
+
+    `batch` is without its tensors. `begun_at`: step and skipped steps of the state before it. `seconds` are those of asking.
+    """
+
+    batch: Batch
+    read: Callable[[], Sequence[float]]
+    begun_at: tuple[int, int]
+    learning_rate: float
+    seconds: float
+    data_seconds: float
+    forward_time: ForwardTime
+
 
 MOST_SKIPPED_STEPS = 10
 """Steps in a row that are skipped for a loss that is not finite or a fault of the accelerator, before the run stops."""
@@ -138,7 +159,6 @@ class Run(Assembled):
     batches: Loader
     disk_space: DiskSpace
     step_times: StepTimes = field(default_factory=StepTimes)
-    forward_time: ForwardTime
     recent: SmoothedMetrics = field(default_factory=SmoothedMetrics)
     utilisation: Utilisation
     memory: Memory
@@ -148,14 +168,71 @@ class Run(Assembled):
     """The step of the newest checkpoint that all ranks know to be saved."""
     save_failure: SaveError | None = None
     """Why the latest checkpoint could not be written; None if it was."""
+    queued: QueuedStep | None = None
+    """The latest step, until it counts (`settle`)."""
     parted: bool = False
     """Whether this rank may be out of step with the others, so that it must not wait for them; only at the very end."""
+
+    @cached_property
+    def looks_back(self) -> bool:
+        """Whether the result of a step is read while the next one computes; else before any weight changes.
+
+        Asked for by `RunState.check_before_step`; of its own accord only where nothing could be saved of a rank that loses
+        others in a step. The optimizer has to leave out a step by itself, on the device, and the device to compute by itself.
+        """
+        from smalti.parallel import ProcessGroupParallel  # which the launcher does not need
+
+        parallel, asked = self.parallel, self.state.check_before_step
+        if asked is None:
+            unsaved = self.world.size == 1 or parallel.local_communicator() is None
+            asked = not unsaved or torch.device(self.world.device).type != "cuda"
+        skips = getattr(self.optimizer, "_step_supports_amp_scaling", False)  # what torch's GradScaler goes by
+        usual = getattr(type(parallel), "step", None) is ProcessGroupParallel.step
+        there = {parameter.device for parameter in self.model.parameters() if parameter.requires_grad}
+        return not asked and skips and usual and len(there | {self.family.device}) == 1
 
     def clip_gradients(self) -> Tensor:
         """Clip as the options say; returns the global norm before. *Collective*."""
         options, parallel = self.config[TrainingOptions], self.parallel
         clip = parallel.clip_gradient_values if options.grad_clip_method == "value" else parallel.clip_gradients
         return clip(options.max_grad_norm)
+
+    def settle(self) -> float:
+        """Count the step that was queued last, if there is one that does not count yet; the seconds that this took.
+
+        Waits until the device has its loss and its norm. Then come the learning rate of the next step, EMA, and observers.
+        """
+        queued, self.queued, begin = self.queued, None, time.perf_counter()
+        if queued is None:
+            return 0.0
+        state = self.state
+        state.step, state.skipped = queued.begun_at
+        loss, norm = queued.read()
+        finite = math.isfinite(loss) and math.isfinite(norm)
+        if finite:
+            self.scheduler.step()
+            if self.ema is not None:
+                self.ema.update(state.step + 1)
+        result = StepResult(
+            step=state.step + int(finite),
+            loss=loss,
+            grad_norm=norm,
+            learning_rate=queued.learning_rate,
+            samples=self.effective_batch,
+            seconds=queued.seconds + time.perf_counter() - begin,
+            data_seconds=queued.data_seconds,
+            skipped=not finite,
+            forward_seconds=queued.forward_time.seconds(),
+        )
+        self.tell(queued.batch, result)
+        return time.perf_counter() - begin
+
+    def tell(self, batch: Batch, result: StepResult) -> None:
+        """Count a step that is done, and show it to everybody."""
+        result = self.measure(batch, result)
+        self.advance(batch, result)
+        self.plugins.notify(HookSpecs.on_step_end, state=self.state, result=result)
+        self.report(result)
 
     def advance(self, batch: Batch, result: StepResult) -> None:
         """Count a step that is done; a skipped step moves the data position alone."""
@@ -174,8 +251,6 @@ class Run(Assembled):
         elif state.skipped >= MOST_SKIPPED_STEPS:
             message = f"{state.skipped} steps in a row had a loss or gradient that is not finite"
             state.request_stop(StopReason.NON_FINITE, message)
-        if broken := self.batches.budget_exhausted:
-            state.request_stop(StopReason.ERROR_BUDGET, broken)
         self.boundary.reach()
 
     def leave_out(self, batch: Batch) -> None:

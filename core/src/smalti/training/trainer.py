@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import cast
 
 import torch
+from torch import Tensor
 
 from smalti.config import CheckpointOptions, LaunchOptions, TrainingOptions
 from smalti.data import Batch
@@ -17,11 +20,12 @@ from smalti.training.checkpointing import finish_save, poll_save, save
 from smalti.training.failures.attempts import attempt
 from smalti.training.failures.disk_space import wait
 from smalti.training.failures.emergency_save import emergency_save_on_failure, save_from_healthy_rank
-from smalti.training.failures.faults import answer_reported, faults_answered, faults_end
+from smalti.training.failures.faults import answer_reported, faults_answered, faults_end, is_fault
 from smalti.training.failures.out_of_memory import memory_explained
+from smalti.training.failures.step_times import ForwardTime
 from smalti.training.periodic import is_due
-from smalti.training.run import PeriodicWork, Run, reseed
-from smalti.types import Outcome, StepBoundary, StepResult, StopReason
+from smalti.training.run import PeriodicWork, QueuedStep, Run, reseed
+from smalti.types import Outcome, StepBoundary, StopReason
 
 
 def train(run: Run) -> Outcome:
@@ -37,7 +41,12 @@ def train(run: Run) -> Outcome:
         for work in run.periodic:
             work.start(run)
         run.parallel.barrier()  # waits for ranks that are late, as collective calls of a step do not
-        outcome = loop(run)
+        try:
+            outcome = loop(run)
+        except Exception as error:
+            if run.world.size == 1 and not is_fault(error):
+                run.settle()  # the step before the failure; among several ranks it may never end
+            raise
         ended.append(outcome)
     return outcome
 
@@ -47,10 +56,7 @@ def loop(run: Run) -> Outcome:
         return Outcome(reason=StopReason.COMPLETED, message=f"already at step {run.state.step} of {run.state.max_steps}")
     for batch in run.batches:  # endless; on this rank's device; continues from the last checkpoint
         with faults_answered(run, batch):
-            result = run.measure(batch, train_step(run, batch))
-            run.advance(batch, result)
-            run.plugins.notify(HookSpecs.on_step_end, state=run.state, result=result)
-            run.report(result)
+            train_step(run, batch)
             poll_save(run)  # whether a background save has finished
         actions = agree(run)
         if actions.paused:
@@ -88,49 +94,70 @@ def finish(run: Run, actions: StepActions, outcome: Outcome) -> Outcome:
     return replace(outcome, message="; ".join((outcome.message, *failed)))
 
 
-def train_step(run: Run, batch: Batch) -> StepResult:
+def train_step(run: Run, batch: Batch) -> None:
     """One optimizer step: micro-batches forward and backward, clip, step, EMA.
 
-    Whether loss and gradients are finite is known on all ranks before any weight changes.
+    Whether loss and gradients are finite is known on all ranks before any weight changes. Or, where the run `looks_back`, on
+    the device alone, which leaves the step out if they are not: the step counts as one until `Run.settle` tells, once the next
+    forward pass is queued.
     """
-    begin = time.perf_counter()
+    begin, forward_time = time.perf_counter(), ForwardTime(run.world.device)
     reseed(run, batch.position)
     total = torch.zeros((), device=run.world.device)
     kernel, tf32 = run.config[TrainingOptions].sdpa_backend, tf32_choice(run.config, run.world.device)
     for number, micro in enumerate(batch.micro, start=1):
         with run.parallel.accumulate(last=number == len(batch.micro)):
-            with run.forward_time.measured():
-                loss = run.loss(run.model, micro, run.parallel) / len(batch.micro)
+            try:
+                with forward_time.measured():
+                    loss = run.loss(run.model, micro, run.parallel) / len(batch.micro)
+            finally:
+                begin += run.settle()  # the step before
             with attention_kernel(kernel), products_in_tf32(tf32):  # recomputation is part of it
                 run.parallel.backward(loss)
         total += loss.detach()
-    loss_value = float(run.parallel.mean(total))
-    norm = float(run.clip_gradients())
-    forward_seconds = run.forward_time.end_step()
-    finite = math.isfinite(loss_value) and math.isfinite(norm)
-    learning_rate = float(run.optimizer.param_groups[0]["lr"])
+    read, steps = check(run, run.parallel.mean(total), run.clip_gradients())
+    state, learning_rate = run.state, float(run.optimizer.param_groups[0]["lr"])
     run.saver.wait_for_staging()
     if run.ema is not None:
         run.ema.wait()
     run.boundary.leave()  # from here on weights, optimizer state and EMA may change
-    if finite:
+    if steps:
         run.parallel.step()
-        run.scheduler.step()
-        if run.ema is not None:
-            run.ema.update(run.state.step + 1)
     else:
         run.parallel.zero_grad()
-    return StepResult(
-        step=run.state.step + int(finite),
-        loss=loss_value,
-        grad_norm=norm,
+    run.queued = QueuedStep(
+        batch=replace(batch, micro=()),
+        read=read,
+        begun_at=(state.step, state.skipped),
         learning_rate=learning_rate,
-        samples=run.effective_batch,
         seconds=time.perf_counter() - begin,
         data_seconds=run.batches.waited,
-        skipped=not finite,
-        forward_seconds=forward_seconds,
+        forward_time=forward_time,
     )
+    if run.looks_back:
+        state.step, state.skipped = state.step + 1, 0
+    else:
+        run.settle()
+
+
+def check(run: Run, loss: Tensor, norm: Tensor) -> tuple[Callable[[], Sequence[float]], bool]:
+    """What gives loss and norm as numbers, and whether the optimizer is to step: always where the run `looks_back`."""
+    if not run.looks_back:
+        numbers = float(loss), float(norm)
+        return lambda: numbers, all(map(math.isfinite, numbers))
+    values = torch.stack((loss.float(), norm.float()))
+    run.optimizer.found_inf = 1 - values.isfinite().all().float()  # type: ignore[attr-defined]
+    there, device = values.to("cpu", non_blocking=True), torch.device(run.world.device)  # pinned memory
+    ready = None if device.type == "cpu" else torch.Event(device)
+    if ready is not None:
+        ready.record()
+
+    def read() -> Sequence[float]:
+        if ready is not None:
+            ready.synchronize()
+        return cast(list[float], there.tolist())
+
+    return read, True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,23 +176,18 @@ def agree(run: Run) -> StepActions:
 
     A stop takes precedence; requests that it defers are repeated after the next step. One number per step carries the stop
     reason above one bit each for pausing, saving and each periodic work, because all of them are collective. The largest number
-    counts: what is due by the step is so on every rank, and a request of one rank may be left to the next step.
+    counts: what is due by the step is so on every rank, and a request of one rank may be left to the next step. What is due
+    after a step that does not count yet is asked again when it does.
     """
     state, count = run.state, len(run.periodic)
-    answer_reported(run)
-    saves = state.save_requested or is_due(state, run.config[CheckpointOptions].checkpoint_step_interval)
-    work = sum(each.is_due(run) << bit for bit, each in enumerate(run.periodic))
-    boundary = StepBoundary(
-        saves=saves,
-        validates=work > 0,
-        saving=run.saver.is_pending,
-        warn=lambda message, error: warn(run.plugins, state, message, error),
-    )
-    run.plugins.notify(HookSpecs.on_step_boundary, state=state, boundary=boundary)
     if state.step >= state.max_steps:
-        state.request_stop(StopReason.COMPLETED, f"trained {state.step} steps")
-    pauses = run.disk_space.pauses(state, is_main=run.world.is_main)
-    agreed = run.parallel.all_reduce_max(int(state.stop_reason) << count + 2 | pauses << count + 1 | saves << count | work)
+        run.settle()
+    wanted, boundary = wishes(run)
+    agreed = run.parallel.all_reduce_max(wanted)
+    if agreed and run.queued is not None:
+        run.settle()
+        wanted, boundary = wishes(run)
+        agreed = run.parallel.all_reduce_max(wanted)
     reason, saves, pauses = StopReason(agreed >> count + 2), bool(agreed >> count & 1), bool(agreed >> count + 1 & 1)
     due = tuple(each for bit, each in enumerate(run.periodic) if agreed >> bit & 1)
     if reason is StopReason.PREEMPTED:
@@ -178,3 +200,24 @@ def agree(run: Run) -> StepActions:
     messages = run.parallel.all_gather_text(mine if state.stop_reason is reason else "")
     outcome = Outcome(reason=reason, message=next(message for message in messages if message))
     return StepActions(work=due if reason is StopReason.COMPLETED else (), save=reason.saves, outcome=outcome)
+
+
+def wishes(run: Run) -> tuple[int, StepBoundary]:
+    """What this rank is for, as the number that `agree` tells of, once plugins have seen the boundary."""
+    state, count = run.state, len(run.periodic)
+    answer_reported(run)
+    saves = state.save_requested or is_due(state, run.config[CheckpointOptions].checkpoint_step_interval)
+    work = sum(each.is_due(run) << bit for bit, each in enumerate(run.periodic))
+    boundary = StepBoundary(
+        saves=saves,
+        validates=work > 0,
+        saving=run.saver.is_pending,
+        warn=lambda message, error: warn(run.plugins, state, message, error),
+    )
+    run.plugins.notify(HookSpecs.on_step_boundary, state=state, boundary=boundary)
+    if broken := run.batches.budget_exhausted:
+        state.request_stop(StopReason.ERROR_BUDGET, broken)
+    if state.step >= state.max_steps:
+        state.request_stop(StopReason.COMPLETED, f"trained {state.step} steps")
+    pauses = run.disk_space.pauses(state, is_main=run.world.is_main)
+    return int(state.stop_reason) << count + 2 | pauses << count + 1 | saves << count | work, boundary

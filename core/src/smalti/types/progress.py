@@ -172,6 +172,8 @@ class RunState:
     `step` counts optimizer steps, `position` global batches (the position in the data), `skipped` the steps in a row that were
     skipped just now. A request may be made on one rank alone; the ranks agree on requests at the next step boundary.
     `max_steps` is 0 until the data were read. `resumed` is the step at which this launch began, None before that is known.
+    `check_before_step` is to be set before the first step, alike on all ranks: whether the result of a step is known before any
+    weight changes; if not, `step` counts the one that is not known yet. None leaves it to smalti.
     """
 
     max_steps: int
@@ -185,6 +187,7 @@ class RunState:
     save_requested: bool = False
     validation_requested: bool = False
     resumed: int | None = None
+    check_before_step: bool | None = None
     stop_requested_at: float | None = field(default=None, compare=False)
     _faults: deque[GpuFault] = field(default_factory=deque, repr=False, compare=False)
 

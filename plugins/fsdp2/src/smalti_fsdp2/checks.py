@@ -164,6 +164,7 @@ def _beyond_version1(config: Config) -> list[Problem]:
         ("model_type", config[ModelOptions].model_type == "lora", "FSDP 1 would save the frozen model with every adapter"),
         ("fsdp_forward_prefetch", options.fsdp_forward_prefetch > 1, "FSDP 1 gathers no more than one block ahead"),
         ("fsdp_backward_prefetch", options.fsdp_backward_prefetch > 1, "FSDP 1 gathers no more than one block ahead"),
+        ("fsdp_bf16_blocks", options.fsdp_bf16_blocks, "FSDP 1 computes under autocast"),
         ("fsdp_output_dtype", options.fsdp_output_dtype != "auto", "FSDP 1 leaves the type of the output"),
         (
             "gradient_accumulation_steps",

@@ -126,6 +126,13 @@ class FsdpOptions(Options):
     )
     fsdp_reduce_dtype: Precision = option("auto", help="Dtype of gradient reduction. auto: fp32.", level="advanced")
     fsdp_output_dtype: Precision = option("auto", help="Dtype of the model's output. auto: unchanged.", level="expert")
+    fsdp_bf16_blocks: bool = option(
+        False,
+        help="Compute blocks in bf16 throughout, where their parameters are gathered in bf16: norms and sums too, which "
+        "otherwise are in fp32.",
+        level="advanced",
+        tradeoff="reads and writes less memory; losses differ by the noise of bf16",
+    )
     fsdp_forward_prefetch: int = option(
         1, help="Blocks to gather ahead in the forward pass.", level="advanced", tradeoff="faster steps, more memory", ge=0
     )

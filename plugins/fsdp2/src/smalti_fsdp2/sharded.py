@@ -19,7 +19,8 @@ from smalti_fsdp2.activation_checkpointing import recompute
 from smalti_fsdp2.context import context_group, split_context
 from smalti_fsdp2.load_weights import fill
 from smalti_fsdp2.options import ContextOptions, FsdpOptions
-from smalti_fsdp2.sharding import prefetch, shard, shard_mesh
+from smalti_fsdp2.pure_blocks import compute_in_bf16
+from smalti_fsdp2.sharding import precision, prefetch, shard, shard_mesh
 from smalti_fsdp2.wrapping import units
 
 _log = logging.getLogger(__name__)
@@ -49,6 +50,8 @@ class Fsdp2Parallel(ProcessGroupParallel):
         on_cpu = self._mesh.device_type == "cpu"
         if options.fsdp_cpu_offload and on_cpu and self.world.is_main:
             _log.warning("fsdp_cpu_offload has no effect: the ranks train in host memory already")
+        if options.fsdp_bf16_blocks and precision(options, bf16=self.bf16).param_dtype == torch.bfloat16:
+            compute_in_bf16((model.get_submodule(block.path) for block in blocks), self._mesh.device_type)
         if options.fsdp_activation_checkpointing:
             mode, every = options.fsdp_activation_checkpointing_mode, options.fsdp_activation_checkpointing_every
             recompute(model, blocks, mode=mode, every=every)

@@ -54,6 +54,15 @@ class HealthOptions(Options):
         level="advanced",
     )
 
+    check_before_step: bool | None = option(
+        None,
+        help="Know on all ranks that loss and gradient are finite before any weight changes; else the device leaves a step "
+        "out by itself, and the host reads its result during the next one. Default: off on CUDA in a single process and with "
+        "FSDP2. Always on with DeepSpeed, offloaded weights, and optimizers other than adamw.",
+        level="advanced",
+        tradeoff="on: the device is idle for a moment in each step",
+    )
+
     def limits(self) -> Limits:
         """The thresholds of the policy."""
         return Limits(

@@ -52,6 +52,7 @@ class Health:
         from smalti_health.options import HealthOptions
 
         options, world = info.config[HealthOptions], info.world
+        state.check_before_step = options.check_before_step
         self._watch, self._stops = None, options.gpu_health == "stop"
         self._info, self._closes = info, world.local_rank == 0
         from smalti_health.monitor.requests import device_request

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from smalti import CheckpointError
 from smalti.training import local_part
 from smalti_optimizers.factored import Factors, clipped_updates
 from smalti_optimizers.steps import count_step, stepped
@@ -35,3 +36,15 @@ class FixedRateAdafactor(torch.optim.Optimizer):
             weight = local_part(parameter)
             weight.mul_(1 - group["lr"] * group["weight_decay"])
             weight.sub_(update, alpha=group["lr"])
+
+    def check_saved(self, name: str) -> None:
+        """Refuse to continue from the state of the optimizer of this class name, where that is torch's Adafactor.
+
+        The same learning rate would make steps that are hundreds of times as large. Raises CheckpointError.
+        """
+        if name == torch.optim.Adafactor.__name__:
+            raise CheckpointError(
+                "the checkpoint is of a run whose Adafactor scaled the learning rate by the size of each weight, and "
+                "--optimizer=adafactor takes it as it is",
+                fix="--optimizer=adafactor_scaled resumes it; or start a new run in a new --output_dir",
+            )

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from smalti import Config, Problem
 
 _SETTINGS = {"adam_beta1": "betas", "adam_beta2": "betas", "adam_epsilon": "eps", "adam_weight_decay": "weight_decay"}
-_CORE = {"sgd": ("weight_decay",), "adagrad": ("eps", "weight_decay"), "adafactor_scaled": ("weight_decay",)}
+_CORE = {"sgd": ("weight_decay",), "adagrad": ("eps", "weight_decay")}
 """The optimizers of the core that do not take all settings, with those that they take."""
 
 
@@ -55,6 +55,23 @@ class Optimizers:
                 factors=2,
                 factory="smalti_optimizers.came:CAME",
                 accepts=("betas", "weight_decay"),
+                flat=False,
+            ),
+            OptimizerEntry(
+                name="adafactor_scaled",
+                title="Adafactor, learning rate scaled by the size of each weight",
+                state_bytes=0,
+                factors=1,
+                factory="torch.optim:Adafactor",
+                accepts=("weight_decay",),
+                shards=False,
+                flat=False,
+            ),
+            OptimizerEntry(
+                name="muon",
+                title="Muon for matrices, AdamW for the rest",
+                state_bytes=4.1,
+                factory="smalti_optimizers.muon:muon",
                 flat=False,
             ),
             OptimizerEntry(

@@ -28,9 +28,11 @@ LARGER: dict[str, tuple[str, str, dict[str, object]]] = {
 
 
 def pipeline(family: str, folder: Path) -> Path:
-    """A pipeline of a family in diffusers' layout, with random weights."""
+    """A pipeline of a family in diffusers' layout, with random weights; of other families than those three at its tiniest."""
     sys.path.insert(0, str(_TINY))
     made = Path(getattr(import_module("tiny"), family)(folder))
+    if family not in LARGER:
+        return made
     part, name, changes = LARGER[family]
     config = json.loads((made / part / "config.json").read_text())
     model: Any = getattr(import_module("diffusers"), name)

@@ -21,11 +21,15 @@ SIZES: dict[str, dict[str, object]] = {
 }
 
 
+SMALL: dict[str, object] = {"resolution": 64, "tokenizer_max_length": 64}
+"""Of the other families."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Row:
     """One run. `name` of the strategy is as `smalti plan` calls it, without "-offload"."""
 
-    model: Literal["flux", "sd3", "sdxl"]
+    model: str
     strategy: str = "single"
     ranks: int = 1
     lora: bool = False
@@ -77,7 +81,7 @@ class Row:
         """The words of `smalti train` for it."""
         values: dict[str, object] = {
             **COMMON,
-            **SIZES[self.model],
+            **SIZES.get(self.model, SMALL),
             **self.options,
             "model_family": self.model,
             "pretrained_model_name_or_path": pipeline,

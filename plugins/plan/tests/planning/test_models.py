@@ -11,6 +11,7 @@ REAL = (
     Row(model="flux", strategy="ddp", ranks=2, lora=True),
     Row(model="sdxl", strategy="fsdp2", ranks=2),
 )
+OTHERS = ("auraflow", "flux2", "lumina2", "pixart", "qwen_image", "sana", "z_image")
 DDP_OWN = 1024
 """Bytes that DDP keeps for itself, such as which parameters were used."""
 
@@ -61,3 +62,9 @@ def test_a_formula_is_near_the_rehearsal(row, words, rehearsal_of):
         [formula] = process.run(by_formula, words(row), **settings, ranks=row.ranks, local=row.local)
     assert formula.resident + rehearsal_of(row).beside == pytest.approx(rehearsal_of(row).resident, rel=0.05)
     assert formula.peak + rehearsal_of(row).beside == pytest.approx(rehearsal_of(row).peak, rel=0.15)
+
+
+@pytest.mark.parametrize("family", OTHERS)
+def test_all_families_can_be_rehearsed(family, rehearsal_of):
+    found = rehearsal_of(Row(model=family, bf16=True))
+    assert found.peak > found.resident > 0

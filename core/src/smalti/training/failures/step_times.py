@@ -36,7 +36,7 @@ class StepTimes:
 
 
 class ForwardTime:
-    """Of one rank. Measuring never waits for the accelerator; where its events tell no time, nothing is measured."""
+    """Of one step on one rank. Measuring never waits for the accelerator; where its events tell no time, nothing is."""
 
     def __init__(self, device: str) -> None:
         self._on_device = (kind := torch.device(device).type) != "cpu"
@@ -62,12 +62,8 @@ class ForwardTime:
         end.record()
         self._running.append((start, end))
 
-    def end_step(self) -> float | None:
-        """After a step, for which the host has waited: the seconds of its passes; None if one has not ended or is not timed."""
-        if not self._is_timed:
+    def seconds(self) -> float | None:
+        """After the step, for which the host has waited: those of its passes; None if one has not ended or is not timed."""
+        if not self._is_timed or not all(end.query() for _, end in self._running):
             return None
-        spent, running = self._spent, self._running
-        self._spent, self._running = 0.0, []
-        if not all(end.query() for _, end in running):
-            return None
-        return spent + sum(start.elapsed_time(end) for start, end in running) / 1000
+        return self._spent + sum(start.elapsed_time(end) for start, end in self._running) / 1000

@@ -15,8 +15,11 @@ from smalti import Config
 from smalti.diffusion import Conditioning
 from smalti.models import SampleRequest
 from smalti_diffusers.families.gemma import encode_instructed, encode_negative
-from smalti_diffusers.families.padding import has_values
+from smalti_diffusers.families.padding import beside, lengths
 from smalti_diffusers.pipeline import PipelineFamily, create
+
+_LENGTHS = "_smalti_lengths"
+"""What a mask that `inputs` returns has beside its values: the number of tokens of each caption, which the model asks for."""
 
 
 class Lumina2(PipelineFamily):
@@ -26,10 +29,11 @@ class Lumina2(PipelineFamily):
     blocks = ("Lumina2TransformerBlock",)
     targets = ("to_q", "to_k", "to_v", "to_out.0")
     gives_sigmas = True
+    host_conditioning = ("mask",)
 
     def build_base(self) -> nn.Module:
         model = super().build_base()
-        cast(nn.Module, model.rope_embedder).register_forward_pre_hook(_with_values)
+        cast(nn.Module, model.rope_embedder).register_forward_pre_hook(_with_lengths)
         return model
 
     @property
@@ -49,11 +53,13 @@ class Lumina2(PipelineFamily):
         return {"tokens": torch.empty(1, length, width_of_text), "mask": torch.ones(1, length, dtype=torch.int64)}
 
     def inputs(self, noisy: Tensor, timesteps: Tensor, conditioning: Conditioning) -> dict[str, object]:
+        mask = beside(conditioning["mask"], noisy.device)
+        setattr(mask, _LENGTHS, lengths(conditioning["mask"]))
         return {
             "hidden_states": noisy,
             "timestep": 1 - timesteps / 1000,
             "encoder_hidden_states": conditioning["tokens"],
-            "encoder_attention_mask": conditioning["mask"],
+            "encoder_attention_mask": mask,
         }
 
     def outputs(self, prediction: Tensor, noisy: Tensor) -> Tensor:
@@ -75,23 +81,30 @@ class Lumina2(PipelineFamily):
         return {"max_sequence_length": self.text_length}
 
 
-class _AllOnes:
-    """Stands in for a mask (B, L) where the model counts the tokens of each caption: L of each."""
+class _Counted:
+    """Stands in for a mask (B, L) where the model counts the tokens of each caption: these."""
 
     def __init__(self, mask: Tensor) -> None:
+        known: Sequence[int] | None = getattr(mask, _LENGTHS, None)
         self.shape = mask.shape
+        self.lengths = lengths(mask) if known is None else known
 
-    def sum(self, dim: int) -> _AllOnes:
+    def sum(self, dim: int) -> _Counted:
         return self
 
-    def tolist(self) -> list[int]:
-        return [self.shape[1]] * self.shape[0]
+    def tolist(self) -> Sequence[int]:
+        return self.lengths
 
 
-def _with_values(embedder: nn.Module, inputs: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor | _AllOnes]:
-    """Before positions are made, which takes the number of tokens: without values, as where FLOPs are counted, all of them."""
+def _with_lengths(embedder: nn.Module, inputs: tuple[Tensor, Tensor]) -> tuple[Tensor, _Counted]:
+    """Before positions are made: the number of tokens comes with the mask, and tables are on the device once they were used.
+
+    The host would wait for the device to count the ones, and for a copy of each table.
+    """
     states, mask = inputs
-    return states, mask if has_values(mask) else _AllOnes(mask)
+    tables = cast(list[Tensor], embedder.freqs_cis)
+    tables[:] = [table.to(states.device) for table in tables]
+    return states, _Counted(mask)
 
 
 def family(config: Config) -> Lumina2:

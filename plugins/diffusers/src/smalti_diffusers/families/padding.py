@@ -1,11 +1,35 @@
-"""Padding of captions, of which only values tell where it is."""
+"""Padding of captions, of which only values tell where it is.
+
+Shapes: B captions, L tokens of each with its padding.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import cast
+
+import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
+
+from smalti.parallel import to_device
 
 
 def has_values(mask: Tensor) -> bool:
     """False where FLOPs or memory are counted: on the meta device, and of fake tensors."""
     return not (mask.is_meta or isinstance(mask, FakeTensor))
+
+
+def lengths(mask: Tensor) -> Sequence[int]:
+    """How many tokens of each caption are no padding, by a mask (B, L) in host memory; of one elsewhere the host waits for it.
+
+    Without values there is no telling what is padding: nothing.
+    """
+    if not has_values(mask):
+        return [mask.shape[1]] * len(mask)
+    return cast(list[int], mask.cpu().numpy().sum(axis=1).tolist())
+
+
+def beside(mask: Tensor, device: torch.device) -> Tensor:
+    """The mask on this device; one in host memory gets there without making the host wait."""
+    return mask if mask.device == device or mask.is_meta else to_device(mask, device)

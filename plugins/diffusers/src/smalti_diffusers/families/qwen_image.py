@@ -16,13 +16,18 @@ from smalti import Config
 from smalti.diffusion import Conditioning
 from smalti.models import Attention, ContextPlan, Join, SampleRequest, Split
 from smalti_diffusers.families.flux import pack, unpack
-from smalti_diffusers.families.padding import has_values
+from smalti_diffusers.families.padding import beside, lengths
 from smalti_diffusers.pipeline import PipelineFamily, create
 
 EMPTY = " "
 """The negative prompt of the published examples: what is guided away from, and so what a dropped caption is."""
 
 _BLOCKS = "transformer_blocks"
+_TEXT_MASK, _MORE = "encoder_hidden_states_mask", "joint_attention_kwargs"
+_ARGUMENTS = ("hidden_states", "encoder_hidden_states", _TEXT_MASK, "temb", "image_rotary_emb", _MORE, "modulate_index")
+"""Of a block, in order."""
+_MULTIPLE = 64
+"""Texts that are trained have multiples of this many tokens, so that few lengths occur, whatever the data."""
 
 
 class QwenImage(PipelineFamily):
@@ -32,11 +37,14 @@ class QwenImage(PipelineFamily):
     targets = ("to_q", "to_k", "to_v", "to_out.0")
     gives_sigmas = True
     patch = 2
+    host_conditioning = ("mask",)
 
     def build_base(self) -> nn.Module:
         model = super().build_base()
-        last = cast(nn.ModuleList, model.transformer_blocks)[-1]
-        last.register_forward_hook(_text_counts_for_nothing)
+        blocks = cast(nn.ModuleList, model.transformer_blocks)
+        blocks[-1].register_forward_hook(_text_counts_for_nothing)
+        for block in blocks:
+            block.register_forward_pre_hook(_with_mask, with_kwargs=True)
         return model
 
     # --- latents ----------------------------------------------------------------------------------------------------
@@ -102,14 +110,14 @@ class QwenImage(PipelineFamily):
     # --- the model --------------------------------------------------------------------------------------------------
 
     def inputs(self, noisy: Tensor, timesteps: Tensor, conditioning: Conditioning) -> dict[str, object]:
-        tokens, mask = _as_long_as_the_longest(conditioning["tokens"], conditioning["mask"])
+        tokens, mask = _as_long_as_the_longest(conditioning["tokens"], conditioning["mask"], multiple=_MULTIPLE)
         height, width = noisy.shape[-2:]
         return {
             "hidden_states": pack(noisy),
             "timestep": timesteps / 1000,
             "guidance": None,
             "encoder_hidden_states": tokens,
-            "encoder_hidden_states_mask": mask,
+            "attention_kwargs": None if mask is None else {_TEXT_MASK: mask.bool()},
             "img_shapes": [[(1, height // 2, width // 2)]] * len(noisy),
         }
 
@@ -122,7 +130,7 @@ class QwenImage(PipelineFamily):
             splits=(
                 Split(module=f"{_BLOCKS}.0", tensor="hidden_states", stream="image", dim=1),
                 Split(module=f"{_BLOCKS}.0", tensor="encoder_hidden_states", stream="text", dim=1),
-                Split(module=f"{_BLOCKS}.*", tensor="encoder_hidden_states_mask", stream="text", dim=1),
+                Split(module=f"{_BLOCKS}.*", tensor=_TEXT_MASK, stream="text", dim=1),
                 Split(module="pos_embed", tensor=0, stream="image", dim=0),
                 Split(module="pos_embed", tensor=1, stream="text", dim=0),
             ),
@@ -151,16 +159,28 @@ class QwenImage(PipelineFamily):
         return {"guidance_scale": None, "true_cfg_scale": request.guidance, "max_sequence_length": self.text_length}
 
 
-def _as_long_as_the_longest(tokens: Tensor, mask: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Without what is padding in every row, as the pipeline returns them; no mask where it would be all ones.
+def _as_long_as_the_longest(tokens: Tensor, mask: Tensor, multiple: int = 1) -> tuple[Tensor, Tensor | None]:
+    """Without what is padding in every row, but for what the number of tokens needs to be a `multiple`; and the mask of them.
 
-    Without values, as where FLOPs are counted, there is no telling what is padding: nothing.
+    With a multiple of 1 as the pipeline returns them. No mask where it would be all ones.
     """
-    if not has_values(mask):
-        return tokens, None
-    lengths = mask.sum(dim=1)
-    shortest, longest = int(lengths.min()), int(lengths.max())
-    return tokens[:, :longest], None if shortest == longest else mask[:, :longest]
+    known = lengths(mask)
+    longest = min(-(-max(known) // multiple) * multiple, tokens.shape[1])
+    return tokens[:, :longest], None if min(known) == longest else beside(mask, tokens.device)[:, :longest]
+
+
+def _with_mask(block: nn.Module, inputs: tuple[object, ...], given: dict[str, object]) -> tuple[object, dict[str, object]]:
+    """Before a block: the mask of the text is taken from where `inputs` has put it.
+
+    In its own argument, the model would count tokens on the device first, for which the host would wait.
+    """
+    named = dict(zip(_ARGUMENTS, inputs, strict=False)) | given
+    more = cast(dict[str, object], named.get(_MORE) or {})
+    if _TEXT_MASK not in more:
+        return inputs, given
+    named[_TEXT_MASK] = more[_TEXT_MASK]
+    named[_MORE] = {name: value for name, value in more.items() if name != _TEXT_MASK}
+    return (), named
 
 
 def _text_counts_for_nothing(block: nn.Module, inputs: object, answer: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:

@@ -16,7 +16,7 @@ from torch.nn.functional import pad
 from smalti import Config
 from smalti.diffusion import Conditioning
 from smalti.models import SampleRequest
-from smalti_diffusers.families.padding import has_values
+from smalti_diffusers.families.padding import lengths
 from smalti_diffusers.pipeline import PipelineFamily, create
 
 
@@ -27,6 +27,7 @@ class ZImage(PipelineFamily):
     targets = ("to_q", "to_k", "to_v", "to_out.0")
     gives_sigmas = True
     patch = 2
+    host_conditioning = ("mask",)
 
     @property
     def text_length(self) -> int:
@@ -73,9 +74,8 @@ class ZImage(PipelineFamily):
 
 
 def _rows(conditioning: Conditioning) -> list[Tensor]:
-    """Tokens without padding. Without values, as where FLOPs are counted, there is no telling what is padding: nothing."""
-    tokens, mask = conditioning["tokens"], conditioning["mask"]
-    return list(tokens) if not has_values(mask) else [row[own] for row, own in zip(tokens, mask, strict=True)]
+    """Tokens without padding."""
+    return [row[:length] for row, length in zip(conditioning["tokens"], lengths(conditioning["mask"]), strict=True)]
 
 
 def family(config: Config) -> ZImage:

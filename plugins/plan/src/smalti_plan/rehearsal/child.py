@@ -99,11 +99,11 @@ def explained(error: Exception, phase: str) -> RehearsalError:
     not_own = (f"{Path(torch.__file__).parent}/", f"{Path(__file__).parents[1]}/")
     own = [frame for frame in frames if not frame.filename.startswith(not_own)]
     last = (own or list(frames))[-1]
-    from smalti_plan.rehearsal.fake_tensors import NEEDS_VALUES
+    from smalti_plan.rehearsal.fake_tensors import needs_values
 
     is_users = isinstance(error, UserError)
     message = str(error) if is_users else f"{type(error).__name__}: {error}"
-    if isinstance(error, NEEDS_VALUES):
+    if needs_values(error):
         message = f"this cannot be rehearsed, because it depends on values of tensors: {error}"
     fix = f"\n  fix: {error.fix}" if isinstance(error, UserError) and error.fix else ""
     return RehearsalError(

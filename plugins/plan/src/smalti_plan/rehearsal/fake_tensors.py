@@ -26,6 +26,11 @@ _CPU, _FIRST_CPU = torch.device("cpu"), torch.device("cpu", 0)
 _NUMPY = {torch.uint8: np.uint8, torch.float32: np.float32, torch.float64: np.float64, torch.int64: np.int64}
 
 
+def needs_values(error: Exception) -> bool:
+    """Whether code cannot go on with tensors without values. torch.tensor, given some, has a plain error of its own."""
+    return isinstance(error, NEEDS_VALUES) or "its data is not allocated yet" in str(error)
+
+
 class RehearsalMode(FakeTensorMode):  # type: ignore[no-untyped-call]
     """Values that the host asks for are 1, truths are False, and tensors of one shape are equal.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import cast
 
@@ -63,6 +63,7 @@ class Samples:
     world: World
     latents: Tensor | None
     texts: ExampleTexts | None
+    host_conditioning: Collection[str] = ()
 
     def batch(self) -> Batch:
         """One step of this rank."""
@@ -76,12 +77,12 @@ class Samples:
         crop = SizeConditioning.of((width, height))
         pixels = torch.zeros(size, 3, height, width, device=device) if self.latents is None else None
         latents = None if self.latents is None else torch.cat([self.latents] * size).to(device)
-        rows = None if self.texts is None else self.texts.rows([""] * size)
+        rows, stays = None if self.texts is None else self.texts.rows([""] * size), self.host_conditioning
         return MicroBatch(
             bucket=self.bucket,
             pixels=pixels,
             latents=latents,
-            conditioning=None if rows is None else {name: row.to(device) for name, row in rows.items()},
+            conditioning=rows and {name: row if name in stays else row.to(device) for name, row in rows.items()},
             captions=(CAPTION,) * size,
             numbers=tuple(range(size)),
             keys=("",) * size,

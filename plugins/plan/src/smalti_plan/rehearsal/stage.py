@@ -25,7 +25,7 @@ from smalti.parallel import Communicator, FailureDetector, GlooCommunicator, Par
 from smalti.plugins import Plugins
 from smalti.rundir import Ownership
 from smalti.training import Context, Run, assemble, begin, periodic_work, train_step
-from smalti_plan.rehearsal.fake_tensors import NEEDS_VALUES
+from smalti_plan.rehearsal.fake_tensors import NEEDS_VALUES, needs_values
 from smalti_plan.rehearsal.ledger import Counted, Ledger
 from smalti_plan.rehearsal.replicas import hook_gradients, replicas_in
 from smalti_plan.rehearsal.samples import CAPTION, ExampleTexts, Samples, encoded_latents, one_bucket
@@ -90,7 +90,14 @@ class Stage:
                 latents = torch.empty(1, *family.latent_shape(self.bucket.width, self.bucket.height))
             family.release_encoder("latents")
         world = self.parallel.world
-        self.samples = Samples(config=self.config, bucket=self.bucket, world=world, latents=latents, texts=texts)
+        self.samples = Samples(
+            config=self.config,
+            bucket=self.bucket,
+            world=world,
+            latents=latents,
+            texts=texts,
+            host_conditioning=family.host_conditioning,
+        )
 
     def build(self) -> None:
         """Model, weights, optimizer and EMA; then the optimizer's state, which a first step would make."""
@@ -101,7 +108,7 @@ class Stage:
         if (weights := self.weights) is None:
             with without_weights():
                 weights = ShapeWeights(self.family.build_model())
-        detector, state = FailureDetector(processes=()), RunState(max_steps=0)
+        detector, state = FailureDetector(processes=()), RunState(max_steps=0, check_before_step=True)
         context = Context.of(config, self.plugins, self.plan, self.parallel, detector, state)
         context.periodic = periodic_work(config, self.plugins)
         with self.ledger.counting("load", "parameters"):
@@ -116,6 +123,7 @@ class Stage:
             alone = GlooCommunicator(world=world, group=None)
             saver = Saver(write=_write_nothing, communicator=alone, background=alone)
             self.run = run = begin(made, saver, cast(Loader, _NoLoader()))
+            run.tell = lambda batch, result: None  # type: ignore[method-assign]
             self._mark_state()
         hook_gradients(run.parallel.unwrap(run.model), lambda gradient: self.ledger.mark([gradient], "gradients"))
         self._first_state()
@@ -162,7 +170,9 @@ class Stage:
             try:
                 with self.ledger.counting(work.name):
                     rehearsal()
-            except NEEDS_VALUES as error:  # some samplers look for their place in a list of noise levels
+            except Exception as error:
+                if not needs_values(error):  # some samplers look for their place in a list of noise levels
+                    raise
                 self.ledger.moments.pop(work.name, None)
                 self.notes.append(f"{work.name!r} was not counted, because it depends on values: {error}")
 
