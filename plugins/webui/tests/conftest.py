@@ -98,7 +98,7 @@ def served(root: Path, tmp_path: Path) -> Iterator[Server]:
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
-    """One Chromium for the tests of a file. While playwright runs, its event loop belongs to this thread: none of asyncio's runs."""
+    """One Chromium for the tests of a file. Its event loop belongs to this thread, where no other can run beside it."""
     if CHROMIUM is None:
         pytest.skip("needs Chromium: apt-get install chromium")
     playwright = pytest.importorskip("playwright.sync_api", reason="needs playwright: pip install playwright")
