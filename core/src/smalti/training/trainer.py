@@ -91,7 +91,8 @@ def finish(run: Run, actions: StepActions, outcome: Outcome) -> Outcome:
 def train_step(run: Run, batch: Batch) -> StepResult:
     """One optimizer step: micro-batches forward and backward, clip, step, EMA.
 
-    Whether loss and gradients are finite is known on all ranks before any weight changes.
+    Whether loss and gradients are finite is known on all ranks before any weight changes; of an optimizer that
+    `StepsInBackward`, whether the loss is.
     """
     begin = time.perf_counter()
     reseed(run, batch.position)
@@ -102,17 +103,14 @@ def train_step(run: Run, batch: Batch) -> StepResult:
             with run.forward_time.measured():
                 loss = run.loss(run.model, micro, run.parallel) / len(batch.micro)
             with attention_kernel(kernel), products_in_tf32(tf32):  # recomputation is part of it
-                run.parallel.backward(loss)
+                run.backward(loss)
         total += loss.detach()
     loss_value = float(run.parallel.mean(total))
     norm = float(run.clip_gradients())
     forward_seconds = run.forward_time.end_step()
     finite = math.isfinite(loss_value) and math.isfinite(norm)
     learning_rate = float(run.optimizer.param_groups[0]["lr"])
-    run.saver.wait_for_staging()
-    if run.ema is not None:
-        run.ema.wait()
-    run.boundary.leave()  # from here on weights, optimizer state and EMA may change
+    run.leave_boundary()
     if finite:
         run.parallel.step()
         run.scheduler.step()
