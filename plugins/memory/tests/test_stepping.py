@@ -1,6 +1,7 @@
 """Optimizers that step some parameters at a time: the same steps, also in bf16, on any number of ranks and after a resume."""
 
 import copy
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -10,10 +11,11 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from smalti import UserError, World
+from smalti import Block, UserError, World
 from smalti.checkpoint import Snapshot, load, save
 from smalti.parallel import GlooCommunicator, capture, restore
 from smalti.training.optim.optimizers import AdamW, FixedRateAdafactor, muon, sgd
+from smalti_memory.updates import casts
 from smalti_memory.updates.stepping import NonFiniteGradientError, ReleasesGradients, StepsInPieces, in_pieces
 from smalti_optimizers.adamw8bit import AdamW8bit
 from smalti_optimizers.lion import Lion
@@ -251,6 +253,31 @@ def test_a_loss_that_is_not_finite_changes_nothing_and_a_gradient_that_is_not_en
     with pytest.raises(NonFiniteGradientError, match="not finite") as error:
         optimizer.released_norm()
     assert (error.value.exit_code, "last checkpoint" in error.value.fix) == (1, True)
+
+
+def test_copies_of_weights_are_kept_neither_by_autocast_nor_for_the_backward_pass(monkeypatch):
+    monkeypatch.setattr(casts, "_LEAST", 1)
+    gradients, computed = [], []
+    for frees in (False, True):
+        torch.manual_seed(2)
+        model, cached = Net(), []
+        model.last.register_forward_hook(lambda *_, cached=cached: cached.append(torch.is_autocast_cache_enabled()))
+        first, last = [], []
+        for module, calls in ((model.first, first), (model.last, last)):
+            module.forward = partial(lambda own, calls, values: calls.append(1) or own(values), module.forward, calls)
+        if frees:
+            casts.free_casts(model, [Block(path="twice", class_name="Linear", parameters=42)], recompute=True)
+        for _ in range(2):
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = model(torch.ones(3, 4)).float().square().mean()
+            loss.backward()
+        with torch.no_grad():
+            model(torch.ones(3, 4))
+        gradients.append(torch.cat([part.weight.grad.flatten() for part in (model.first, model.last)]))
+        computed.append((len(first), len(last), cached))
+    assert torch.equal(*gradients)
+    assert computed == [(3, 3, [True, True, True]), (5, 5, [False, False, True])]
+    assert torch.is_autocast_cache_enabled()
 
 
 def test_optimizers_that_need_all_parameters_at_once_are_refused():

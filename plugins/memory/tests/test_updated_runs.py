@@ -1,6 +1,7 @@
 """Runs that keep weights in bf16, or step in the backward pass: what they save, how they resume, and what is refused."""
 
 import json
+import math
 
 import pytest
 import torch
@@ -126,6 +127,15 @@ def test_a_loss_that_is_not_finite_is_skipped_and_changes_nothing(train):
     code, output, directory = train("diverges", **RELEASED, **rate)
     assert (code, "not finite" in output) == (1, True), output
     assert not list((directory / "checkpoints").glob("step-*")), "nothing of it is saved"
+
+
+@pytest.mark.parametrize("options", [{}, SHARDED], ids=["one", "two"])
+def test_a_gradient_that_is_not_finite_ends_the_run_as_weights_have_changed(train, options):
+    huge = {"learning_rate": 1e17, "adam_weight_decay": 0.0, "nonfinite_loss": "skip", "checkpoint_step_interval": 1}
+    code, output, directory = train(f"overflows-{len(options)}", **RELEASED, **huge, **options)
+    assert (code, "a gradient is not finite, and release_gradients has updated weights" in output) == (1, True), output
+    assert [path.name for path in (directory / "checkpoints").glob("step-*")] == ["step-00000001"]
+    assert all(math.isfinite(event["loss"]) for event in events(directory)), "so its loss had not told"
 
 
 @pytest.mark.parametrize(

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from smalti import Config, OptimizerEntry, UserError
-from smalti.config import RunOptions, TrainingOptions
+from smalti import Block, Config, OptimizerEntry, UserError
+from smalti.config import ModelOptions, RunOptions, TrainingOptions
 from smalti.parallel import Parallel, ProcessGroupParallel
 from smalti.training import build_registered
+from smalti_memory.updates.casts import free_casts
 from smalti_memory.updates.options import UpdateOptions, in_pieces
 from smalti_memory.updates.stepping import ReleasesGradients, Rounding, StepsInPieces, in_pieces as step_in_pieces
 
 
-def set_type(model: nn.Module, parallel: Parallel) -> None:
-    """Make the parameters of a model on the meta device bf16, if the options say so.
+def prepare(model: nn.Module, blocks: Sequence[Block], parallel: Parallel) -> None:
+    """Make the parameters of a model on the meta device bf16, or its passes keep no copies in bf16, as the options say.
 
     Raises UserError for a strategy that does not step the optimizer that it is given.
     """
@@ -32,11 +34,19 @@ def set_type(model: nn.Module, parallel: Parallel) -> None:
         for parameter in model.parameters():
             if parameter.dtype == torch.float32:
                 parameter.data = parameter.data.to(torch.bfloat16)
+    if config[UpdateOptions].release_gradients:
+        free_casts(model, blocks, recompute=config[ModelOptions].gradient_checkpointing)
 
 
 def build(groups: list[dict[str, object]], config: Config, registry: Sequence[OptimizerEntry]) -> torch.optim.Optimizer:
-    """The optimizer that `--optimizer` names, with the steps that the options ask for."""
+    """The optimizer that `--optimizer` names, with the steps that the options ask for.
+
+    Raises UserError if the weights are not of the type that they ask for: `prepare` came too late, or for nothing.
+    """
     options, training = config[UpdateOptions], config[TrainingOptions]
+    pairs = [pair for group in groups for pair in cast(list[tuple[str, Tensor]], group["params"])]
+    if options.weights_dtype == "bf16" and any(parameter.dtype != torch.bfloat16 for _, parameter in pairs):
+        raise UserError("the strategy of this run keeps weights in a type of its own", fix="--weights_dtype=fp32")
     rounding: Rounding | None = options.bf16_update if options.weights_dtype == "bf16" else None
     optimizer = build_registered(groups, config, registry)
     if not options.release_gradients:

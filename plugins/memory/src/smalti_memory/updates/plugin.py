@@ -1,13 +1,14 @@
 """What smalti asks of the updates of weights, with whichever strategy. Imports no torch until a run is built.
 
-Beside the plugin of streaming, which is a strategy and so not asked in a run of another one.
+Beside the plugin of streaming, which is a strategy and so not asked in a run of another one. By its name it is called before
+the strategies; `build_optimizer` finds out where it was not.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from smalti import OptimizerEntry, hookimpl
+from smalti import Block, OptimizerEntry, hookimpl
 
 if TYPE_CHECKING:
     import torch
@@ -41,15 +42,15 @@ class Updates:
             return []
         return ["weights are kept in bf16: first weights of a higher precision are rounded to it once"]
 
-    @hookimpl(tryfirst=True)
-    def wrap_model(self, model: nn.Module, parallel: Parallel) -> nn.Module | None:
-        """None, as the strategy wraps the model; only its type is set here, while it has no weights."""
-        from smalti_memory.updates.building import set_type
+    @hookimpl
+    def wrap_model(self, model: nn.Module, blocks: list[Block], parallel: Parallel) -> nn.Module | None:
+        """None, as the strategy wraps the model; what is done here comes before its weights."""
+        from smalti_memory.updates.building import prepare
 
-        set_type(model, parallel)
+        prepare(model, blocks, parallel)
         return None
 
-    @hookimpl(tryfirst=True)
+    @hookimpl
     def build_optimizer(
         self, groups: list[dict[str, object]], config: Config, registry: list[OptimizerEntry]
     ) -> torch.optim.Optimizer | None:

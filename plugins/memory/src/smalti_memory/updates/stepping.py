@@ -6,6 +6,7 @@ that checkpoints know its state by whichever way it is stepped.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, Literal, cast
@@ -157,7 +158,7 @@ class ReleasesGradients(StepsInPieces):
             return torch.zeros((), device=local_part(first).device)
         norm = _sum_over_shards(torch.stack(self._squares).sum(), first).sqrt_()
         self._squares.clear()
-        if not norm.isfinite().item():
+        if not math.isfinite(norm.item()):
             raise NonFiniteGradientError
         return norm
 
