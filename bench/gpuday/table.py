@@ -8,6 +8,7 @@ FP32 = ("--mixed_precision=no", "--no_allow_tf32")
 BF16 = ("--mixed_precision=bf16",)
 LORA = ("--model_type=lora", "--lora_rank=16")
 RECOMPUTED = ("--gradient_checkpointing",)
+RELEASED = ("--release_gradients", "--max_grad_norm=0")
 COMPILED = ("--dynamo_backend=inductor",)
 SHARDED = ("--fsdp_enable",)
 MATH = ("--sdpa_backend=math",)
@@ -171,6 +172,21 @@ ONE_GPU = (
         memory=48,
         step_sdxl_b8="seconds",
         memory_sdxl_b8="peak_gib",
+    ),
+    _published(
+        "sdxl-released",
+        "SDXL in full at batch 1, recomputed, gradients released: memory against the plan",
+        _sdxl(*RECOMPUTED, *RELEASED),
+        Bound(figure="seconds_ratio", most=1.3, unit="times"),
+        memory=44,
+        minutes=2.5,
+        reference=_sdxl(*RECOMPUTED),
+    ),
+    _published(
+        "sdxl-released-bf16",
+        "the same with weights in bf16 and Adafactor",
+        _sdxl(*RECOMPUTED, *RELEASED, "--weights_dtype=bf16", "--optimizer=adafactor"),
+        memory=8,
     ),
     _published(
         "bare-sdxl",

@@ -282,7 +282,8 @@ class HookSpecs:
 
         `groups` are torch parameter groups, whose `params` are (name, parameter) pairs of the trainable parameters. `registry`
         has the optimizers of all plugins; the core uses the one that `--optimizer` names. Prefer `register_optimizers` unless
-        the optimizer needs more than its parameters and the usual settings. A name that is handled here is registered too.
+        the optimizer needs more than its parameters and the usual settings. A name that is handled here is registered too. One
+        that steps in the backward pass is a `smalti.training.StepsInBackward`.
         """
         raise NotImplementedError
 

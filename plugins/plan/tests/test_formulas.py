@@ -119,3 +119,21 @@ def test_a_model_that_cannot_be_sharded_has_no_strategy_that_divides_it():
 def test_ranks_share_a_save_whoever_holds_copies():
     saved = [counted(strategy).counted.save_bytes for strategy in (WHOLE, sharded(8))]
     assert saved == [12 * MODEL.trained // 8] * 2
+
+
+def test_released_gradients_are_those_of_one_block_and_weights_in_bf16_take_half():
+    run = replace(RUN, effective_batch=1)
+    more = ({}, {"releases_gradients": True}, {"bf16_weights": True})
+    plain, released, halved = (counted(WHOLE, ranks=1, run=replace(run, **each)).counted for each in more)
+    largest = max(MODEL.largest, *(block.parameters for block in MODEL.sample.blocks))
+    freed = plain.phases["step"].device.total - released.phases["step"].device.total
+    assert freed == 4 * (MODEL.trained - largest)
+    assert (halved.resident.parameters, halved.resident.optimizer) == (2 * MODEL.trained, 8 * MODEL.trained)
+    assert halved.save_bytes == 10 * MODEL.trained
+
+
+def test_only_ways_that_can_release_gradients_are_offered():
+    others = [replace(WHOLE, name="ddp", keeps_gradients=True), replace(WHOLE, name="zero", options={"deepspeed_config": "{}"})]
+    run = replace(RUN, effective_batch=8, releases_gradients=True)
+    found = choices(MODEL, run, [WHOLE, *others], H100, World(size=1, local_size=1, device="cuda:0"))
+    assert {(each.strategy.name, each.candidate.accumulation) for each in found} == {("whole", 1)}

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from smalti.parallel import Communicator, Parallel
 
 OPTIMIZERS = (
-    OptimizerEntry(name="adamw", title="AdamW", state_bytes=8, factory="smalti.training.optim.optimizers:adamw"),
+    OptimizerEntry(name="adamw", title="AdamW", state_bytes=8, factory="smalti.training.optim.optimizers:AdamW"),
     OptimizerEntry(
         name="adagrad",
         title="Adagrad",

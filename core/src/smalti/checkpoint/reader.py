@@ -56,7 +56,8 @@ class Loaded:
 def load(path: Path, snapshot: Snapshot, parallel: Communicator, *, verified: bool = False) -> Loaded:
     """Fill `snapshot` from the checkpoint at `path`, a directory that all ranks see. *Collective*.
 
-    The tensors of the model and of `ema` are filled in place and must match by name and shape; types may only widen.
+    The tensors of the model and of `ema` are filled in place and must match by name and shape; types may only widen,
+    but for weights in bf16, to which those of fp32 are rounded with a notice.
     Optimizer state is filled in place where the snapshot has it, and else allocated like its parameter: a new optimizer has
     none, and neither has a checkpoint from before the first step. `param_groups` is replaced, but
     hyper-parameters stay where the checkpoint has another number of parameter groups. With another optimizer than the one
@@ -115,6 +116,9 @@ def _load(path: Path, snapshot: Snapshot) -> Loaded:
 
     for group, tensors in wanted.items():
         compare(group, tensors, stored[group], state.trainer)
+    types = [(stored["model"][name].dtype, tensor.dtype) for name, tensor in target.model.items()]
+    if rounded := types.count(("F32", torch.bfloat16)):
+        notices.append(f"{rounded} weights of the checkpoint are in fp32, and were rounded to bf16 as this run keeps them")
     if same:
         _compare_param_groups(state.param_groups, target.param_groups)
     for group, tensors in wanted.items():
@@ -168,7 +172,7 @@ def compare(
     types = [
         f"{name} {stored[name].dtype} for {tensors[name].dtype}"
         for name in both
-        if not _widens(DTYPES[stored[name].dtype], tensors[name].dtype)
+        if not _fits(DTYPES[stored[name].dtype], tensors[name].dtype)
     ]
     categories = (
         ("missing from the checkpoint", sorted(tensors.keys() - stored.keys())),
@@ -212,8 +216,8 @@ def _some(names: list[str]) -> str:
     return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
 
 
-def _widens(stored: torch.dtype, wanted: torch.dtype) -> bool:
-    if stored == wanted:
+def _fits(stored: torch.dtype, wanted: torch.dtype) -> bool:
+    if stored == wanted or (stored, wanted) == (torch.float32, torch.bfloat16):
         return True
     return stored.is_floating_point and wanted.is_floating_point and torch.promote_types(stored, wanted) == wanted
 

@@ -105,7 +105,8 @@ def break_group(seconds: float) -> None:
 
 def _abort_accelerators() -> None:
     """What `torch.distributed._abort_process_group` does, except that the main thread still knows the group."""
-    backends = [backend for group in reversed(list(_world.pg_map)) for backend in _accelerators_of(group)]
+    groups = [(group, device) for group in reversed(list(_world.pg_map)) for device in group._device_types]
+    backends: list[Any] = [group._get_backend(device) for group, device in groups if device.type != "cpu"]
     grouped = next((each for each in backends if hasattr(each, "_group_start")), None)
     if grouped is not None:  # else NCCL's communicators could wait for each other
         grouped._group_start()
@@ -114,10 +115,6 @@ def _abort_accelerators() -> None:
             backend.abort()
     if grouped is not None:
         grouped._group_end()
-
-
-def _accelerators_of(group: dist.ProcessGroup) -> list[Any]:
-    return [group._get_backend(device) for device in group._device_types if device.type != "cpu"]
 
 
 def break_all_connections() -> None:

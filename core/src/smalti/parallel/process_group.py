@@ -59,19 +59,15 @@ class ProcessGroupParallel(ABC):
         self.bf16 = in_bf16(config)
         """Whether forward passes compute in bf16."""
         self.timeout = timedelta(seconds=launch.process_group_timeout)
-        self._world = _world(os.environ, cpu=launch.use_cpu, context=context)
-        if not dist.is_initialized() and (self._world.size > 1 or single):
-            _join(self._world, self.timeout)
+        self.world = _world(os.environ, cpu=launch.use_cpu, context=context)
+        if not dist.is_initialized() and (self.world.size > 1 or single):
+            _join(self.world, self.timeout)
         gloo_only = dist.is_initialized() and dist.get_backend() == "gloo"
         self._presences: list[Presence] = []
-        messages = GlooCommunicator(world=self._world, group=dist.group.WORLD) if gloo_only else self._new_communicator()
+        messages = GlooCommunicator(world=self.world, group=dist.group.WORLD) if gloo_only else self._new_communicator()
         self._messages = self._patient(messages, "training")
 
     # --- communicator -----------------------------------------------------------------------------------------------
-
-    @property
-    def world(self) -> World:
-        return self._world
 
     def all_reduce_max(self, code: int) -> int:
         return self._messages.all_reduce_max(code)
@@ -90,17 +86,17 @@ class ProcessGroupParallel(ABC):
         return None
 
     def _new_communicator(self) -> GlooCommunicator:
-        several = self._world.size > 1
+        several = self.world.size > 1
         group = dist.new_group(backend="gloo", timeout=self.timeout) if several else None
-        return GlooCommunicator(world=self._world, group=group)
+        return GlooCommunicator(world=self.world, group=group)
 
     def _patient(self, communicator: GlooCommunicator, thread: Thread) -> GlooCommunicator:
         """The same, but its calls, which this thread makes, wait for ranks that work."""
-        if self._world.size == 1:
+        if self.world.size == 1:
             return communicator
         from smalti.parallel.late_ranks import Presence
 
-        presence = Presence(self._world.rank, self._world.size, self.timeout.total_seconds(), thread)
+        presence = Presence(self.world.rank, self.world.size, self.timeout.total_seconds(), thread)
         presence.start()
         self._presences.append(presence)
         return replace(communicator, presence=presence)
@@ -110,16 +106,12 @@ class ProcessGroupParallel(ABC):
     def setup(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[nn.Module, torch.optim.Optimizer]:
         self.model, self.optimizer = model, optimizer
         self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        self._state = self.training_state(self.unwrap(model), optimizer)
+        self.state = self.training_state(self.unwrap(model), optimizer)
         return model, optimizer
 
     def training_state(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> TrainingState:
         """The state of the unwrapped model and its optimizer; called once, by `setup`."""
         return ModelState(model, optimizer)
-
-    @property
-    def state(self) -> TrainingState:
-        return self._state
 
     def unwrap(self, model: nn.Module) -> nn.Module:
         return model
@@ -136,8 +128,8 @@ class ProcessGroupParallel(ABC):
     def clip_gradient_values(self, limit: float) -> Tensor:
         """For gradients that are in `parameter.grad`, whole or sharded: each rank clamps its part."""
         norm = self.clip_gradients(0.0)
-        found = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
-        gradients = [each.to_local() if isinstance(each, DTensor) else each for each in found]
+        found = (parameter.grad for parameter in self.parameters)
+        gradients = [each.to_local() if isinstance(each, DTensor) else each for each in found if each is not None]
         if limit > 0 and gradients:
             torch._foreach_clamp_min_(gradients, -limit)
             torch._foreach_clamp_max_(gradients, limit)
@@ -159,16 +151,16 @@ class ProcessGroupParallel(ABC):
         self.optimizer.zero_grad()
 
     def mean(self, value: Tensor) -> Tensor:
-        if self._world.size == 1:
+        if self.world.size == 1:
             return value
         total = value.detach().clone()
         dist.all_reduce(total)
-        return total / self._world.size
+        return total / self.world.size
 
     def gather(self, value: Tensor) -> Sequence[Tensor]:
-        if self._world.size == 1:
+        if self.world.size == 1:
             return [value]
-        found = [torch.empty_like(value) for _ in range(self._world.size)]
+        found = [torch.empty_like(value) for _ in range(self.world.size)]
         dist.all_gather(found, value.contiguous())
         return found
 

@@ -25,10 +25,7 @@ _log = logging.getLogger(__name__)
 def metrics_of(result: StepResult) -> dict[str, float]:
     """What is tracked of a step. Rates count all ranks; what is not known is left out."""
     seconds = result.seconds + result.data_seconds
-    known = {
-        "mfu": result.mfu,
-        "peak_memory_mb": result.peak_memory_mb,
-    }
+    known = {"mfu": result.mfu, "peak_memory_mb": result.peak_memory_mb}
     return {
         "loss": result.loss,
         "grad_norm": result.grad_norm,

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Protocol, cast, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -53,6 +53,22 @@ class QueuedStep:
 
 MOST_SKIPPED_STEPS = 10
 """Steps in a row that are skipped for a loss that is not finite or a fault of the accelerator, before the run stops."""
+
+
+@runtime_checkable
+class StepsInBackward(Protocol):
+    """An optimizer that steps each parameter in the backward pass, as soon as its gradient is there, and frees the gradient.
+
+    `steps` is set before each pass: without it gradients are freed and nothing changes. `step` follows as with any optimizer.
+    """
+
+    steps: bool
+
+    def released_norm(self) -> Tensor:
+        """The global norm of the gradients of the last pass, before any clipping; 0 after one without steps. *Collective*.
+
+        Where it is not finite, weights are wrong already: raises a UserError on every rank, which ends the run unsaved.
+        """
 
 
 @dataclass(kw_only=True)
@@ -191,8 +207,24 @@ class Run(Assembled):
         there = {parameter.device for parameter in self.model.parameters() if parameter.requires_grad}
         return not asked and skips and usual and len(there | {self.family.device}) == 1
 
+    def backward(self, loss: Tensor) -> None:
+        """Add the gradients of a micro-batch. *Collective* in the last one, and with an optimizer that `StepsInBackward`."""
+        if isinstance(self.optimizer, StepsInBackward):
+            self.optimizer.steps = math.isfinite(float(self.parallel.mean(loss.detach())))
+            self.leave_boundary()
+        self.parallel.backward(loss)
+
+    def leave_boundary(self) -> None:
+        """From here on weights, optimizer state and EMA may change: nothing copies them any more."""
+        self.saver.wait_for_staging()
+        if self.ema is not None:
+            self.ema.wait()
+        self.boundary.leave()
+
     def clip_gradients(self) -> Tensor:
         """Clip as the options say; returns the global norm before. *Collective*."""
+        if isinstance(self.optimizer, StepsInBackward):
+            return self.optimizer.released_norm()
         options, parallel = self.config[TrainingOptions], self.parallel
         clip = parallel.clip_gradient_values if options.grad_clip_method == "value" else parallel.clip_gradients
         return clip(options.max_grad_norm)

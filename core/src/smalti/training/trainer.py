@@ -97,9 +97,9 @@ def finish(run: Run, actions: StepActions, outcome: Outcome) -> Outcome:
 def train_step(run: Run, batch: Batch) -> None:
     """One optimizer step: micro-batches forward and backward, clip, step, EMA.
 
-    Whether loss and gradients are finite is known on all ranks before any weight changes. Or, where the run `looks_back`, on
-    the device alone, which leaves the step out if they are not: the step counts as one until `Run.settle` tells, once the next
-    forward pass is queued.
+    Whether loss and gradients are finite is known on all ranks before any weight changes; of an optimizer that
+    `StepsInBackward`, whether the loss is. Or, where the run `looks_back`, on the device alone, which leaves the step out if
+    they are not: the step counts as one until `Run.settle` tells, once the next forward pass is queued.
     """
     begin, forward_time = time.perf_counter(), ForwardTime(run.world.device)
     reseed(run, batch.position)
@@ -113,14 +113,11 @@ def train_step(run: Run, batch: Batch) -> None:
             finally:
                 begin += run.settle()  # the step before
             with attention_kernel(kernel), products_in_tf32(tf32):  # recomputation is part of it
-                run.parallel.backward(loss)
+                run.backward(loss)
         total += loss.detach()
     read, steps = check(run, run.parallel.mean(total), run.clip_gradients())
     state, learning_rate = run.state, float(run.optimizer.param_groups[0]["lr"])
-    run.saver.wait_for_staging()
-    if run.ema is not None:
-        run.ema.wait()
-    run.boundary.leave()  # from here on weights, optimizer state and EMA may change
+    run.leave_boundary()
     if steps:
         run.parallel.step()
     else:

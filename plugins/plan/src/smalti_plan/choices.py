@@ -82,6 +82,10 @@ def choices(
     `efficiencies` are the ends of the range of times, the faster one first. Where nothing fits that keeps all on the devices,
     frozen weights may be kept in less.
     """
+    if run.bf16_weights or run.releases_gradients:  # the optimizer steps the model's own parameters, one after the other
+        strategies = [each for each in strategies if "deepspeed_config" not in each.options]
+    if run.releases_gradients:
+        strategies = [each for each in strategies if not each.keeps_gradients]
     whole = [each for each in strategies if not each.divided]
 
     def ways(model: ModelFacts, strategies: Sequence[Strategy]) -> list[Choice]:
@@ -90,6 +94,7 @@ def choices(
             for strategy in strategies
             for recompute in strategy.recompute
             for micro in micro_batches(run.effective_batch, world.size // strategy.context)
+            if not run.releases_gradients or micro * (world.size // strategy.context) == run.effective_batch
         ]
 
     found = ways(model, whole if model.indivisible else strategies)

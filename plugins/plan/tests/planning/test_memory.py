@@ -9,6 +9,11 @@ from support.forked_ranks import forked_processes
 DDP_OWN = 1024
 """Bytes that DDP keeps for itself, such as which parameters were used."""
 RUNS = {
+    "released, bf16 weights": (
+        1,
+        {"mixed_precision": "bf16", "weights_dtype": "bf16", "optimizer": "adafactor", "max_grad_norm": 0},
+        ("release_gradients", "gradient_checkpointing"),
+    ),
     "recompute": (1, {"mixed_precision": "bf16"}, ("gradient_checkpointing",)),
     "ddp, accumulation, average": (2, {"gradient_accumulation_steps": 2}, ("use_ema",)),
     "zero3": (2, {"deepspeed_config": '{"zero_optimization": {"stage": 3}}'}, ()),

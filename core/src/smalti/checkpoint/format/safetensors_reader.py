@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from smalti.checkpoint.format.safetensors_layout import ITEM_SIZES, Chunk, StoredTensor, chunk_places, join, read_layout
+from smalti.checkpoint.format.safetensors_layout import ITEM_SIZES, StoredTensor, chunk_places, join, read_layout
 from smalti.errors import CheckpointError
 
 
@@ -48,7 +48,7 @@ class TensorFiles:
         """
         tensor = self.tensors[name]
         end = begin + len(target)
-        if any(not _of_whole_rows(chunk, tensor) for _, chunk, _ in self._places[name]):
+        if any(chunk.shape[1:] != tensor.shape[1:] for _, chunk, _ in self._places[name]):
             target[:] = self.read(name)[begin:end]
             return
         row = math.prod(tensor.shape[1:]) * ITEM_SIZES[tensor.dtype]
@@ -61,10 +61,6 @@ class TensorFiles:
                     part = target[start - begin : stop - begin]
                     if file.readinto(part) != len(part):
                         raise CheckpointError(f"{path} ends within {name}")
-
-
-def _of_whole_rows(chunk: Chunk, tensor: StoredTensor) -> bool:
-    return chunk.shape[1:] == tensor.shape[1:]
 
 
 def _fill(box: NDArray[np.uint8], file: BufferedReader) -> bool:

@@ -49,7 +49,8 @@ def memory_explained(plugins: Plugins, state: RunState, info: RankInfo, run: Run
         yield
     except Exception as error:
         first = str(error).partition("\n")[0]
-        if run is None and not is_out_of_memory(error) and _DRIVER in str(error) and _expandable():
+        expandable = any("expandable_segments:True" in os.environ.get(name, "") for name in ALLOCATOR_VARIABLES)
+        if run is None and not is_out_of_memory(error) and _DRIVER in str(error) and expandable:
             raise UserError(
                 f"the driver of {info.world.device} refuses expandable segments of memory ({first})",
                 fix=f"{ALLOCATOR_VARIABLES[0]}=expandable_segments:False in the environment",
@@ -59,7 +60,3 @@ def memory_explained(plugins: Plugins, state: RunState, info: RankInfo, run: Run
         answers = ask_each(plugins, HookSpecs.explain_error, state, error=error, info=info, run=run)
         said = next(iter(answers.values()), UserError(f"out of memory: {first or type(error).__name__}"))
         raise OutOfMemory(said.message, fix=said.fix) from error
-
-
-def _expandable() -> bool:
-    return any("expandable_segments:True" in os.environ.get(name, "") for name in ALLOCATOR_VARIABLES)

@@ -31,17 +31,13 @@ def learning_rate(options: OptimizerOptions, total: int) -> Callable[[int], floa
     return factor
 
 
-def _stable_then_linear(done: float, options: OptimizerOptions) -> float:
-    return min(1.0, (1 - done) / options.lr_decay_share)
-
-
 _SHAPES: dict[str, Callable[[float, OptimizerOptions], float]] = {
     "constant": lambda _done, _options: 1.0,
     "constant_with_warmup": lambda _done, _options: 1.0,
     "linear": lambda done, _options: 1 - done,
     "cosine": lambda done, _options: 0.5 * (1 + math.cos(math.pi * done)),
     "polynomial": lambda done, options: float((1 - done) ** options.lr_power),
-    "warmup_stable_decay": _stable_then_linear,
+    "warmup_stable_decay": lambda done, options: min(1.0, (1 - done) / options.lr_decay_share),
 }
 
 

@@ -68,10 +68,6 @@ class AdamW(torch.optim.AdamW):
         return has_complex
 
 
-def adamw(groups: list[dict[str, object]], **settings: object) -> torch.optim.Optimizer:
-    return AdamW(groups, **settings)
-
-
 def sgd(groups: list[dict[str, object]], **settings: object) -> torch.optim.Optimizer:
     return decouple_decay(torch.optim.SGD(groups, momentum=0.9, **settings))  # type: ignore[arg-type]
 

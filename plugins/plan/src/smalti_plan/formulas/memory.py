@@ -45,15 +45,20 @@ class _Formula:
     def _held(self, part: str) -> int:
         """Bytes of a rank's share of a part, wherever it is."""
         each = self.strategy.bytes.get(part, 4.0) + (self.run.state_bytes if part == "state" else 0)  # type: ignore[call-overload]
-        return int(self.model.trained * each / self.strategy.divided.get(part, 1))  # type: ignore[call-overload]
+        if self.run.bf16_weights and part != "state":
+            each /= 2
+        count = self.model.trained
+        if self.run.releases_gradients and part == "gradients":
+            count = min(count, max(self.largest, self.model.largest))
+        return int(count * each / self.strategy.divided.get(part, 1))  # type: ignore[call-overload]
 
     def result(self) -> Memory:
         resident = self.between()
         host = sum(size for part, size in self.held.items() if part in self.strategy.offloaded)
         host += self.frozen if "frozen" in self.strategy.offloaded else 0
         host += 0 if self.run.ema_on_device else self.ema
-        # Ranks share the work of a save, whoever holds a copy; weights are saved in fp32.
-        saved = self.model.trained * (4 + self.run.state_bytes + (4 if self.run.ema else 0))
+        # Ranks share the work of a save, whoever holds a copy.
+        saved = self.model.trained * ((2 if self.run.bf16_weights else 4) + self.run.state_bytes + (4 if self.run.ema else 0))
         written = int(saved / self.ranks)
         phases = {name: PhasePeak(device=parts, host=host) for name, parts in self.moments(resident).items()}
         phases["save"] = PhasePeak(device=resident, host=host + written, pinned=written)
@@ -100,7 +105,8 @@ class _Formula:
         kept, copied, done = self.kept(), self.copies(whole=True), 0
         for block in reversed(blocks):
             done += block.trained
-            growing = max(forward.gradients, gradients * done // max(1, model.trained))
+            share = 1.0 if self.run.releases_gradients else done / max(1, model.trained)
+            growing = max(forward.gradients, int(gradients * share))
             own = self.copied_of(block)
             transient = self.batch * _transient(block, self.candidate.recompute) + self.strategy.reduced_bytes * block.trained
             yield replace(
@@ -129,10 +135,12 @@ class _Formula:
     def copies(self, *, whole: bool) -> int:
         """Weights that autocast has cast: all of them in a forward pass; those of one block while it is recomputed.
 
-        And what one layer needs while its frozen weight is restored.
+        With released gradients and recomputed blocks, those of one block at any time. And what one layer needs while its frozen
+        weight is restored.
         """
         sample = self.model.sample
-        outside = 0 if self.strategy.own_copies else sample.copied
+        whole = whole and not (self.run.releases_gradients and self.candidate.recompute == "full")
+        outside = 0 if self.own_copies else sample.copied
         return (
             self.model.frozen.restoring
             + outside
@@ -140,7 +148,11 @@ class _Formula:
         )
 
     def copied_of(self, block: BlockFacts) -> int:
-        return 0 if self.strategy.own_copies else block.copied
+        return 0 if self.own_copies else block.copied
+
+    @property
+    def own_copies(self) -> bool:
+        return self.strategy.own_copies or self.run.bf16_weights
 
     def _validation(self) -> int:
         """With EMA weights, a copy of the live ones is kept; and the copies that autocast makes."""

@@ -12,12 +12,16 @@ from smalti_plan.facts import ModelFacts
 
 _ADAM_BYTES = 8.0
 """Assumed for an optimizer that does not say it."""
+_UPDATES = ("weights_dtype", "bf16_update", "release_gradients")
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunFacts:
     """`state_bytes` of the optimizer for each parameter that trains, without its `factors` (`with_factors`). `ema` and
     `ema_on_device`: EMA is kept, and where.
+
+    `bf16_weights`: weights that train are kept in bf16, with their gradients. `releases_gradients`: each is freed in the
+    backward pass.
 
     `effective_batch` is to be kept by every way to train, `ranks` are those that are configured. `products` is the type of
     matrix products. `notices` say what was assumed.
@@ -31,6 +35,8 @@ class RunFacts:
     ranks: int
     notices: tuple[str, ...] = ()
     factors: int = 0
+    bf16_weights: bool = False
+    releases_gradients: bool = False
 
     @classmethod
     def of(cls, config: Config, plugins: Plugins, kind: str) -> RunFacts:
@@ -43,8 +49,11 @@ class RunFacts:
             notices.append(
                 f"{entry.title} does not say how much state it keeps; {_ADAM_BYTES:.0f} bytes per parameter are assumed"
             )
+        # Options of a package that may not be there.
+        given = {name: config.value(name) for name in _UPDATES if name in config.schema.options}
+        kahan = 2.0 if given.get("weights_dtype") == "bf16" and given["bf16_update"] == "kahan" else 0.0
         return cls(
-            state_bytes=_ADAM_BYTES if entry.state_bytes is None else entry.state_bytes,
+            state_bytes=(_ADAM_BYTES if entry.state_bytes is None else entry.state_bytes) + kahan,
             ema=training.use_ema,
             ema_on_device=training.use_ema and training.ema_device == "accelerator",
             products=products(config, kind),
@@ -52,6 +61,8 @@ class RunFacts:
             ranks=launch.num_processes,
             notices=tuple(notices),
             factors=entry.factors,
+            bf16_weights=given.get("weights_dtype") == "bf16",
+            releases_gradients=bool(given.get("release_gradients")),
         )
 
     def with_factors(self, model: ModelFacts) -> RunFacts:

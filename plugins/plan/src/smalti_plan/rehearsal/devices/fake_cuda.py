@@ -103,6 +103,8 @@ def _arguments(made: Path) -> list[str]:
 
 
 _loaded: ctypes.CDLL | None = None
+_kernels: list[Any] = []
+"""What gives operations a kernel for as long as it lives."""
 
 
 def load() -> None:
@@ -167,6 +169,10 @@ def install(devices: int, *, name: str = NAME, memory: int = MEMORY, capability:
     general.empty_cache = general.reset_peak_memory_stats = lambda *_, **__: None
     general.memory_allocated = general.max_memory_allocated = lambda _=None: 0
     torch.empty(1, pin_memory=True)  # before the first, torch takes no memory for pinned
+    if not torch._C._dispatch_has_kernel_for_dispatch_key("aten::silu_backward", "CUDA"):
+        # Else torch would compute it in pieces, which take memory.
+        _kernels.append(torch.library.Library("aten", "IMPL", "CUDA"))
+        _kernels[0].impl("silu_backward", lambda gradient, values: torch.empty_like(values))
 
 
 def _places(devices: int) -> dict[str, object]:

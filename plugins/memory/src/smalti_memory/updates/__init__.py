@@ -1,0 +1,1 @@
+"""How weights that train are kept and updated: in bf16, and within the backward pass. Importing this imports no torch."""
