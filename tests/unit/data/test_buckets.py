@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from smalti.data.buckets import Bucket, CropSettings, choices_of
+from smalti.data.buckets import REFUSED, Bucket, CropSettings, choices_of
 
 settings.register_profile("no hurry", deadline=None)
 settings.load_profile("no hurry")
@@ -25,6 +25,15 @@ crop_settings = st.builds(
     crop_style=st.sampled_from(["center", "random", "corner"]),
 )
 draws = st.tuples(*[st.floats(0, 1, exclude_max=True)] * 2)
+
+
+def accepted(crop_settings: CropSettings, *sizes: tuple[int, int]) -> list[bool]:
+    widths, heights = np.array(sizes).T
+    return list(crop_settings.accepts(widths, heights))
+
+
+def classes_of(crop_settings: CropSettings, images: list[tuple[int, int, int]]) -> list[int]:
+    return list(crop_settings.classes(*np.array(images).T))
 
 
 @given(crop_settings, sides, sides)
@@ -128,7 +137,7 @@ def test_large_images_are_scaled_to_the_target_before_they_are_cropped(
 def test_images_outside_of_the_aspect_ratios_are_skipped() -> None:
     limits = CropSettings(resolution=64, minimum_aspect_ratio=0.5, maximum_aspect_ratio=2)
 
-    assert [limits.accepts(*size) for size in ((100, 200), (200, 100), (99, 200), (201, 100))] == [True, True, False, False]
+    assert accepted(limits, (100, 200), (200, 100), (99, 200), (201, 100)) == [True, True, False, False]
 
 
 @given(crop_settings, st.integers(200, 5000), st.floats(1, 4))
@@ -184,13 +193,13 @@ def test_a_random_cut_reaches_both_ends() -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "minimum", "accepted"),
+    ("kind", "minimum", "expected"),
     [("pixel", 300, False), ("pixel_area", 300, True), ("area", 0.1, True), ("area", 0.2, False)],
 )
-def test_the_least_size_is_measured_in_the_unit_of_the_resolution(kind: str, minimum: float, accepted: bool) -> None:
+def test_the_least_size_is_measured_in_the_unit_of_the_resolution(kind: str, minimum: float, expected: bool) -> None:
     crop_settings = CropSettings(resolution=64, resolution_type=kind, minimum_image_size=minimum)  # type: ignore[arg-type]
 
-    assert crop_settings.accepts(600, 250) is accepted
+    assert accepted(crop_settings, (600, 250)) == [expected]
 
 
 LISTED = CropSettings(
@@ -234,7 +243,79 @@ def test_choices_of_images_are_even_and_their_own() -> None:
 def test_images_that_would_be_enlarged_too_much_are_left_out() -> None:
     settings = replace(LISTED, max_upscale_threshold=0.25)
 
-    assert not settings.accepts(800, 650)
-    assert settings.accepts(820, 820)
+    assert accepted(settings, (800, 650), (820, 820)) == [False, True]
     assert settings.bucket(1030, 670) == Bucket(1280, 832)
     assert settings.bucket(820, 1200) == Bucket(704, 1472)
+
+
+# Sizes of small ratios have many ties of rounding: 9:8 is 1.125.
+close_sides = st.one_of(sides, st.integers(1, 100), st.integers(1, 100).map(lambda number: 8 * number))
+images = st.tuples(close_sides, close_sides, st.integers(0, 63))
+
+
+@given(crop_settings, st.lists(images, min_size=1, max_size=50), st.sampled_from([0.0, 100.0, 333.3]))
+def test_images_of_a_class_have_one_bucket(
+    crop_settings: CropSettings, images: list[tuple[int, int, int]], minimum: float
+) -> None:
+    crop_settings = replace(crop_settings, minimum_image_size=minimum)
+    classes = classes_of(crop_settings, [*images, (0, 0, 0)])
+    found = {
+        (number, crop_settings.bucket(*image)) for number, image in zip(classes, images, strict=False) if number != REFUSED
+    }
+
+    assert len(found) == len({number for number, _ in found})
+    assert [number != REFUSED for number in classes] == [*accepted(crop_settings, *((w, h) for w, h, _ in images)), False]
+
+
+def test_there_are_far_fewer_classes_than_sizes() -> None:
+    edges = np.arange(500, 1500)
+    widths, heights = (each.ravel() for each in np.meshgrid(edges, edges))
+    classes = CropSettings(resolution=1024).classes(widths, heights, np.zeros_like(widths))
+    ratios = {number for number in classes.tolist() if number > 0}
+
+    assert len(ratios) == 2 * 201  # 1.00 to 3.00, wide and tall
+    assert 0 < np.count_nonzero(classes < 0) < 5000  # at a tie
+
+
+def by_the_list(settings: CropSettings, width: int, height: int, choice: int) -> Bucket | None:
+    """The rule in words: of the aspects that do not enlarge too much the nearest, or one by weight."""
+    most = math.inf if settings.max_upscale_threshold is None else 1 + settings.max_upscale_threshold
+    rows = zip(settings.crop_aspect_buckets, settings.listed_buckets, strict=True)
+    allowed = [(*pair, bucket) for pair, bucket in rows if max(bucket.width / width, bucket.height / height) <= most]
+    if settings.crop_aspect == "closest":
+        return min(allowed, key=lambda each: abs(math.log(each[0] * height / width)))[2] if allowed else None
+    rest = (choice + 0.5) / 64 * sum(weight for _, weight, _ in allowed)
+    for _, weight, bucket in allowed:
+        rest -= weight
+        if rest < 0:
+            return bucket
+    return allowed[-1][2] if allowed else None
+
+
+listed = st.builds(
+    CropSettings,
+    resolution=st.sampled_from([500.0, 1024.0]),
+    alignment=st.sampled_from([8, 64]),
+    crop=st.just(True),
+    crop_aspect=st.sampled_from(["closest", "random"]),
+    # With ties of the square between 0.5 and 2, and of all images between equal ones.
+    crop_aspect_buckets=st.lists(
+        st.tuples(st.one_of(st.sampled_from([0.5, 0.75, 1.0, 4 / 3, 2.0]), st.floats(0.2, 5)), st.floats(0.01, 5)),
+        min_size=1,
+        max_size=6,
+    ).map(tuple),
+    max_upscale_threshold=st.sampled_from([None, 0.0, 0.25, 3.0]),
+)
+
+
+@given(listed, st.lists(images, min_size=1, max_size=20))
+def test_listed_aspects_are_found_for_many_images_as_for_one(
+    settings: CropSettings, images: list[tuple[int, int, int]]
+) -> None:
+    expected = [by_the_list(settings, *image) for image in images]
+    classes = classes_of(settings, images)
+
+    assert [number != REFUSED for number in classes] == [bucket is not None for bucket in expected]
+    for image, number, bucket in zip(images, classes, expected, strict=True):
+        if bucket is not None:
+            assert settings.bucket(*image) == settings.listed_buckets[number - 1] == bucket

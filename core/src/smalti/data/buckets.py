@@ -10,17 +10,22 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from functools import cached_property
 
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
+import numpy as np
+from numpy.typing import NDArray
 
-ResolutionType = Literal["pixel", "area", "pixel_area"]
-CropStyle = Literal["center", "random", "corner"]
+from smalti.data.datasets.crop_values import CropAspect, CropStyle, ResolutionType
+from smalti.system import mixed
+
+Sides = NDArray[np.int64]
+
 RANDOM_CHOICES = 64
 """How finely the weights of `crop_aspect_buckets` are kept."""
-CropAspect = Literal["square", "preserve", "closest", "random"]
+ASPECT_DECIMALS = 2
+"""To which aspect ratios are rounded, so that nearly equal ones share a bucket."""
+REFUSED = 0
+"""The class of images that the settings do not accept."""
 
 
 @dataclass(frozen=True, order=True, slots=True)
@@ -43,7 +48,6 @@ class CropSettings:
         resolution_type: "pixel": length of the shorter edge. "area": megapixels. "pixel_area": the area of a square with this
             edge.
         alignment: both sides of a bucket are multiples of this many pixels.
-        aspect_rounding: decimals to which aspect ratios are rounded, so that nearly equal ones share a bucket.
         crop: crop what exceeds the bucket, instead of changing the aspect ratio a little.
         crop_aspect: with `crop`, "square" crops every image to a square and "preserve" keeps its aspect ratio. "closest" takes
             the nearest of `crop_aspect_buckets`, "random" any of them.
@@ -61,7 +65,6 @@ class CropSettings:
     resolution: float
     resolution_type: ResolutionType = "pixel_area"
     alignment: int = 64
-    aspect_rounding: int = 2
     crop: bool = False
     crop_aspect: CropAspect = "square"
     crop_aspect_buckets: tuple[tuple[float, float], ...] = ()
@@ -73,13 +76,14 @@ class CropSettings:
     minimum_aspect_ratio: float = 0.0
     maximum_aspect_ratio: float = 0.0
 
-    def accepts(self, width: int, height: int) -> bool:
-        """Whether an image of this size is large enough to train on, and of an allowed aspect ratio."""
-        if not self.minimum_aspect_ratio <= width / height <= (self.maximum_aspect_ratio or math.inf):
-            return False
-        size = min(width, height) if self.resolution_type == "pixel" else width * height
-        smallest = self.minimum_image_size if self.resolution_type == "pixel" else self._area(self.minimum_image_size)
-        return size >= smallest and (not self._from_list or bool(self._allowed(width, height)))
+    def accepts(self, widths: Sides, heights: Sides) -> NDArray[np.bool_]:
+        """Which images of these sizes are large enough to train on, and of an allowed aspect ratio."""
+        aspects, widest = widths / heights, self.maximum_aspect_ratio or math.inf
+        pixel = self.resolution_type == "pixel"
+        size = np.minimum(widths, heights) if pixel else widths * heights
+        smallest = self.minimum_image_size if pixel else self._area(self.minimum_image_size)
+        accepted = (aspects >= self.minimum_aspect_ratio) & (aspects <= widest) & (size >= smallest)
+        return accepted & (self._weights(widths, heights) > 0).any(axis=0) if self._from_list else accepted
 
     @property
     def choices(self) -> int:
@@ -92,12 +96,31 @@ class CropSettings:
         Without a list of aspects, an image and its transpose have transposed buckets.
         """
         if self._from_list:
-            return self._listed(width, height, choice)
+            return self.listed_buckets[int(self._listed(*(np.array([each]) for each in (width, height, choice)))[0])]
         # Long side over short side, so that tall images are rounded like wide ones (and never to zero).
         aspect = 1.0
         if not (self.crop and self.crop_aspect == "square"):
-            aspect = round(max(width, height) / min(width, height), self.aspect_rounding)
+            aspect = round(max(width, height) / min(width, height), ASPECT_DECIMALS)
         return self._of_aspect(aspect, wide=width >= height)
+
+    def classes(self, widths: Sides, heights: Sides, choices: Sides) -> NDArray[np.int64]:
+        """Returns a number for each image: `REFUSED` if it has no size or is not accepted.
+
+        Images with the same number have the same bucket. There are far fewer numbers than sizes.
+        """
+        known = widths > 0
+        widths, heights = np.maximum(widths, 1), np.maximum(heights, 1)
+        if self._from_list:
+            classes = self._listed(widths, heights, choices) + 1
+        elif self.crop and self.crop_aspect == "square":
+            classes = np.ones_like(widths)
+        else:
+            scaled = np.maximum(widths, heights) / np.minimum(widths, heights) * 10**ASPECT_DECIMALS
+            rounded = np.rint(scaled)
+            # The product is inexact: where it is too near to a tie to tell how `bucket` rounds, each size is a class.
+            tied = 0.5 - np.abs(scaled - rounded) <= scaled * 2**-52
+            classes = np.where(tied, -(widths << 32 | heights), rounded.astype(np.int64) << 1 | (widths >= heights))
+        return np.where(known & self.accepts(widths, heights), classes, REFUSED)
 
     @property
     def square(self) -> Bucket:
@@ -108,30 +131,37 @@ class CropSettings:
     def listed_buckets(self) -> tuple[Bucket, ...]:
         """All buckets that images may have, where the settings list them; empty where they depend on the images."""
         if self._from_list:
-            return tuple(bucket for _, _, bucket in self._aspects())
+            return tuple(bucket for _, _, bucket in self._aspects)
         return (self.square,) if self.crop and self.crop_aspect == "square" else ()
 
     @property
     def _from_list(self) -> bool:
         return self.crop and self.crop_aspect in ("closest", "random")
 
-    def _listed(self, width: int, height: int, choice: int) -> Bucket:
-        """The bucket of an image among those of `crop_aspect_buckets`."""
-        allowed = self._allowed(width, height)
-        if self.crop_aspect == "closest":
-            return min(allowed, key=lambda each: abs(math.log(each[0] * height / width)))[2]
-        rest = (choice + 0.5) / RANDOM_CHOICES * sum(weight for _, weight, _ in allowed)
-        for _, weight, bucket in allowed:
-            rest -= weight
-            if rest < 0:
-                return bucket
-        return allowed[-1][2]
+    def _listed(self, widths: Sides, heights: Sides, choices: Sides) -> NDArray[np.int64]:
+        """The places of the buckets of images in `listed_buckets`."""
+        weights = self._weights(widths, heights)
+        if self.crop_aspect == "random":
+            reached = np.subtract.accumulate([(choices + 0.5) / RANDOM_CHOICES * sum(weights), *weights])[1:] < 0
+            last = len(weights) - 1 - (weights[::-1] > 0).argmax(axis=0)
+            drawn: Sides = np.where(reached.any(axis=0), reached.argmax(axis=0), last)
+            return drawn
+        quotients = np.array([aspect * heights / widths for aspect, _, _ in self._aspects])
+        distances = np.where(weights > 0, np.abs(np.log(quotients)), np.inf)
+        # The last bits of the logarithms of numpy depend on the processor, those of `math` do not.
+        tied = (distances < distances.min(axis=0) + 1e-9).sum(axis=0) > 1
+        exact = np.vectorize(math.log, otypes=[np.float64])
+        distances[:, tied] = np.where(weights[:, tied] > 0, np.abs(exact(quotients[:, tied])), np.inf)
+        nearest: Sides = distances.argmin(axis=0)
+        return nearest
 
-    def _allowed(self, width: int, height: int) -> list[tuple[float, float, Bucket]]:
-        """The aspects that do not enlarge an image too much: each with its weight and its bucket."""
+    def _weights(self, widths: Sides, heights: Sides) -> NDArray[np.float64]:
+        """The weight of each listed aspect for each image; 0 where the bucket would enlarge the image too much."""
         most = math.inf if self.max_upscale_threshold is None else 1 + self.max_upscale_threshold
-        return [one for one in self._aspects() if max(one[2].width / width, one[2].height / height) <= most]
+        enlarged = [np.maximum(bucket.width / widths, bucket.height / heights) for _, _, bucket in self._aspects]
+        return np.where(np.array(enlarged) <= most, [[weight] for _, weight, _ in self._aspects], 0.0)
 
+    @cached_property
     def _aspects(self) -> list[tuple[float, float, Bucket]]:
         """The listed aspects that have a weight: each with its weight and its bucket."""
         weighted = [(each, weight) for each, weight in self.crop_aspect_buckets if weight]
@@ -191,11 +221,6 @@ class CropSettings:
 
 def choices_of(sizes: NDArray[np.int64], widths: NDArray[np.int32], heights: NDArray[np.int32]) -> NDArray[np.int64]:
     """Returns a choice for each image, which depends on the size of its file in bytes and on its own size alone."""
-    # Imported here: the command line reads the keys of datasets, and needs no numpy.
-    import numpy as np
-
-    from smalti.system import mixed
-
     pixels = widths.astype(np.int64) << 32 | heights
     return (mixed(sizes ^ mixed(pixels).astype(np.int64)) >> np.uint64(40)).astype(np.int64) % RANDOM_CHOICES
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from smalti.data.batch_check import BatchShape, BucketCount, Share
-from smalti.data.buckets import Bucket, CropSettings
+from smalti.data.buckets import ASPECT_DECIMALS, Bucket, CropSettings
 from smalti.data.dataset import Dataset, Sample
 from smalti.data.datasets.captions import NO_TEXT_FILE
 from smalti.data.datasets.spec import Catalog, DatasetSpec
@@ -41,14 +41,13 @@ _SHOWN = 5  # reasons in a message; the rest is in the quarantine file
 class DataRules:
     """What the options and the model family set for all datasets.
 
-    `alignment` and `aspect_rounding` shape the buckets. `error_budget` is a share of all samples when it is below 1, else a
-    count. `passes` is the order in each pass of a bucket; None permutes all samples.
+    `alignment` is that of buckets, in pixels. `error_budget` is a share of all samples when it is below 1, else a count.
+    `passes` is the order in each pass of a bucket; None permutes all samples.
     """
 
     seed: int
     shape: BatchShape
     alignment: int = 64
-    aspect_rounding: int = 2
     error_budget: float = 0.01
     short_buckets: ShortBuckets = "merge"
     passes: Passes | None = None
@@ -286,7 +285,7 @@ def _root(dataset: Dataset) -> str:
 def crop_settings_of(spec: DatasetSpec, rules: DataRules) -> CropSettings:
     """The crop settings of a dataset: keys of its entry, and what the options and the model family set for all."""
     keys = {each.name: getattr(spec, each.name) for each in fields(CropSettings) if each.name in DatasetSpec.model_fields}
-    return CropSettings(alignment=rules.alignment, aspect_rounding=rules.aspect_rounding, **keys)
+    return CropSettings(alignment=rules.alignment, **keys)
 
 
 def _limits(spec: DatasetSpec) -> str:
@@ -306,7 +305,7 @@ def _settings(spec: DatasetSpec, crop_settings: CropSettings) -> dict[str, objec
     values = spec.model_dump(mode="json", include=always | _LATER_SETTINGS)
     return {
         "aspect_bucket_alignment": crop_settings.alignment,
-        "aspect_bucket_rounding": crop_settings.aspect_rounding,
+        "aspect_bucket_rounding": ASPECT_DECIMALS,
         **({"probability": spec.probability} if spec.probability != 1 else {}),
         **{name: value for name, value in values.items() if name in always or value},
     }

@@ -61,7 +61,9 @@ def permutation(size: int, key: int) -> NDArray[np.int64]:
     values *= np.uint64(_GAMMA)
     values += np.uint64(key)
     _mix_array(values)
-    return np.argsort(values, kind="stable").astype(np.int64, copy=False)
+    # Sorting what is nearly sorted is several times as fast, and 16 bits are sorted by a radix sort.
+    nearly = np.argsort((values >> np.uint64(48)).astype(np.uint16), kind="stable")
+    return nearly[np.argsort(values[nearly], kind="stable")].astype(np.int64, copy=False)
 
 
 def mixed(values: NDArray[np.int64]) -> NDArray[np.uint64]:

@@ -15,7 +15,7 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from smalti.config import Dialect, package_of_command, package_of_storage
-from smalti.data.buckets import CropAspect, CropStyle, ResolutionType
+from smalti.data.datasets.crop_values import CropAspect, CropStyle, ResolutionType
 from smalti.data.datasets.spec import CACHE_TYPES, ENTRY_KEYS, TYPES_WITH_IMAGES, Catalog, DatasetSpec, file_name_of
 from smalti.data.datasets.wrong_values import wrong_sizes, wrong_values
 from smalti.errors import ConfigError, Problem, did_you_mean

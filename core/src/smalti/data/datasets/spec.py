@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, cast
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
-from smalti.data.buckets import CropAspect, CropStyle, ResolutionType
 from smalti.data.datasets.caption_filters import checked_filters, filter_lines
+from smalti.data.datasets.crop_values import CropAspect, CropStyle, ResolutionType
 from smalti.hookspecs import HookSpecs
 from smalti.plugins import Plugins, create
 from smalti.types import MetadataEntry, StorageEntry

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from hashlib import sha256
@@ -21,7 +20,7 @@ import numpy as np
 from blake3 import blake3
 from numpy.typing import NDArray
 
-from smalti.data.buckets import Bucket, CropSettings, choices_of
+from smalti.data.buckets import REFUSED, Bucket, CropSettings, choices_of
 from smalti.data.scan.index import DatasetIndex
 from smalti.errors import PreflightError
 from smalti.system import load_json, open_regular
@@ -132,21 +131,21 @@ def _described(summary: dict[str, Any], rows: Rows) -> RowsByBucket:
 
 def _in_memory(index: DatasetIndex, settings: CropSettings) -> RowsByBucket:
     numbers = np.empty(len(index), dtype=np.uint16)
-    sizes = _Sizes(settings)
-    sizes.assign(index, numbers)
-    rows = np.empty(int(sizes.counts.sum()), dtype=np.uint32)
-    return _described(_grouped(sizes, numbers, rows), rows)
+    buckets = _Buckets(settings)
+    buckets.assign(index, numbers)
+    rows = np.empty(int(buckets.counts.sum()), dtype=np.uint32)
+    return _described(_grouped(buckets, numbers, rows), rows)
 
 
 def _write(file: BinaryIO, index: DatasetIndex, settings: CropSettings, key: str, scratch: Path) -> None:
     """Write rows, summary, its length and the ending. `scratch` is a file for the bucket of each row, removed afterwards."""
-    sizes = _Sizes(settings)
+    buckets = _Buckets(settings)
     try:
         numbers: NDArray[np.uint16] = np.memmap(scratch, np.uint16, "w+", shape=(max(1, len(index)),))
-        sizes.assign(index, numbers)
-        total = int(sizes.counts.sum())
+        buckets.assign(index, numbers)
+        total = int(buckets.counts.sum())
         rows: Rows = np.memmap(cast(Any, file), np.uint32, "w+", shape=(total,)) if total else np.zeros(0, np.uint32)
-        summary = _grouped(sizes, numbers[: len(index)], rows)
+        summary = _grouped(buckets, numbers[: len(index)], rows)
         if isinstance(rows, np.memmap):
             rows.flush()
         del numbers, rows
@@ -159,10 +158,10 @@ def _write(file: BinaryIO, index: DatasetIndex, settings: CropSettings, key: str
     os.fsync(file.fileno())
 
 
-def _grouped(sizes: _Sizes, numbers: NDArray[np.uint16], rows: Rows) -> dict[str, Any]:
+def _grouped(buckets: _Buckets, numbers: NDArray[np.uint16], rows: Rows) -> dict[str, Any]:
     """Fill `rows` by bucket, ascending within each; returns the summary."""
-    order = sorted(range(len(sizes.names)), key=sizes.names.__getitem__)
-    counts = sizes.counts
+    numbers_of, counts = sorted(buckets.numbers.items()), buckets.counts
+    order = [number for _, number in numbers_of]
     free = np.zeros(len(order), dtype=np.int64)
     free[order] = np.cumsum(counts[order]) - counts[order]
     starts = free.copy()
@@ -175,74 +174,45 @@ def _grouped(sizes: _Sizes, numbers: NDArray[np.uint16], rows: Rows) -> dict[str
             rows[free[number] : free[number] + count] = start + by_bucket[taken : taken + count]
             free[number], taken = free[number] + count, taken + count
     described = []
-    for number in order:
+    for bucket, number in numbers_of:
         digest = blake3()
         for start in range(int(starts[number]), int(free[number]), _CHUNK):
             digest.update(np.ascontiguousarray(rows[start : min(start + _CHUNK, int(free[number]))]).view(np.uint8).data)
-        name = sizes.names[number]
-        described.append([name.width, name.height, int(counts[number]), digest.hexdigest()])
-    return {"buckets": described, "left_out": sizes.left_out}
+        described.append([bucket.width, bucket.height, int(counts[number]), digest.hexdigest()])
+    return {"buckets": described, "left_out": buckets.left_out}
 
 
-class _Sizes:
-    """Bucket numbers by image size. There are far fewer sizes than images, so the rule is applied once to each."""
+class _Buckets:
+    """Numbers of the buckets of a dataset. The rule is applied to one image of each class of sizes."""
 
     def __init__(self, settings: CropSettings) -> None:
-        self.names: list[Bucket] = []
+        self.numbers: dict[Bucket, int] = {}
+        self.counts = np.zeros(_NONE, dtype=np.int64)
+        """Rows of each number."""
         self.left_out = 0
         self._settings = settings
-        self._numbers: dict[Bucket, int] = {}
-        self._known = np.empty(0, dtype=np.int64)  # sizes, ascending
-        self._number_of = np.empty(0, dtype=np.uint16)  # for each of them
-        self._counts = np.zeros(_NONE + 1, dtype=np.int64)
-
-    @property
-    def counts(self) -> NDArray[np.int64]:
-        """Rows of each bucket."""
-        return self._counts[: len(self.names)]
+        self._of_class = {REFUSED: _NONE}
 
     def assign(self, index: DatasetIndex, numbers: NDArray[np.uint16]) -> None:
         """Fill `numbers` with the bucket of each row."""
-        for start, sizes in _sizes(index, self._settings):
-            order = np.argsort(sizes)  # finding sorted sizes is many times as fast
-            found = np.empty(len(sizes), dtype=np.uint16)
-            found[order] = self._found(sizes[order])
-            self._counts += np.bincount(found, minlength=_NONE + 1)
-            self.left_out += int(np.count_nonzero((found == _NONE) & (sizes > 0)))
-            numbers[start : start + len(sizes)] = found
+        choosing = self._settings.choices > 1
+        for batch in index.batches("width", "height", *(["size"] if choosing else [])):
+            widths, heights = (batch.columns[name].to_numpy().astype(np.int64) for name in ("width", "height"))
+            choices = choices_of(batch.columns["size"].to_numpy(), widths, heights) if choosing else np.zeros_like(widths)
+            classes = self._settings.classes(widths, heights, choices)
+            _, rows, places = np.unique(classes, return_index=True, return_inverse=True)
+            images = (each[rows].tolist() for each in (classes, widths, heights, choices))
+            found = np.array([self._number(*image) for image in zip(*images, strict=True)], dtype=np.uint16)[places]
+            self.counts += np.bincount(found, minlength=_NONE + 1)[:_NONE]
+            self.left_out += int(np.count_nonzero((found == _NONE) & (widths > 0)))
+            numbers[batch.start : batch.start + len(found)] = found
 
-    def _found(self, sizes: NDArray[np.int64]) -> NDArray[np.uint16]:
-        """The bucket of each of these sizes, which ascend; those that are not known, become so."""
-        places = np.searchsorted(self._known, sizes)
-        known = np.append(self._known, -1)[places] == sizes
-        if not known.all():
-            added = np.unique(sizes[~known])
-            fresh = [self._number(size >> 32, size & 0xFFFFFF, size >> 24 & 0xFF) for size in added.tolist()]
-            at = np.searchsorted(self._known, added)
-            self._known = np.insert(self._known, at, added)
-            self._number_of = np.insert(self._number_of, at, np.array(fresh, dtype=np.uint16))
-            places = np.searchsorted(self._known, sizes)
-        return self._number_of[places]
-
-    def _number(self, width: int, height: int, choice: int) -> int:
-        if not width or not self._settings.accepts(width, height):
-            return _NONE
-        bucket = self._settings.bucket(width, height, choice)
-        number = self._numbers.get(bucket)
-        if number is None:
-            number = self._numbers[bucket] = len(self.names)
-            self.names.append(bucket)
-            if len(self.names) > _MOST_BUCKETS:
+    def _number(self, image_class: int, width: int, height: int, choice: int) -> int:
+        """The number of the bucket of a class, which this image is of."""
+        if image_class not in self._of_class:
+            bucket = self._settings.bucket(width, height, choice)
+            self._of_class[image_class] = self.numbers.setdefault(bucket, len(self.numbers))
+            if len(self.numbers) > _MOST_BUCKETS:
                 message = f"the images of a dataset are of more than {_MOST_BUCKETS:,} buckets"
                 raise PreflightError(message, fix="raise --aspect_bucket_alignment")
-        return number
-
-
-def _sizes(index: DatasetIndex, settings: CropSettings) -> Iterator[tuple[int, NDArray[np.int64]]]:
-    """Yields the first row of each batch, and width, choice and height of its rows in one number, 0 for unusable ones."""
-    for batch in index.batches("width", "height", *(["size"] if settings.choices > 1 else [])):
-        widths, heights = (batch.columns[name].to_numpy() for name in ("width", "height"))
-        sizes = widths.astype(np.int64) << 32 | heights
-        if settings.choices > 1:
-            sizes |= np.where(widths > 0, choices_of(batch.columns["size"].to_numpy(), widths, heights) << 24, 0)
-        yield batch.start, sizes
+        return self._of_class[image_class]
