@@ -82,7 +82,8 @@ class DenoisingLoss:
             target = torch.where(chosen, base.float(), target.float())
         with parallel.autocast():
             prediction = self.family.forward(model, noisy, self.objective.timesteps(t), conditioning)
-        return (self.objective.compare(prediction, target, t) * self.weighting(t)).mean()
+        losses = self.objective.compare(prediction, target, t)
+        return (losses * self.weighting(t)).mean()
 
     def _base_prediction(
         self, model: nn.Module, noisy: Tensor, t: Tensor, conditioning: Conditioning, parallel: Parallel
