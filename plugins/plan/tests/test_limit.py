@@ -156,6 +156,14 @@ def test_what_is_set_stays_and_the_message_says_what_bars_a_smaller_way(search):
     assert "stream_base" in raised.value.fix.partition(": ")[0]
 
 
+def test_frozen_weights_lose_no_precision_where_streaming_them_takes_less_time_than_restoring_them(search):
+    streamed = search("middle", "lora", "24GB").best()
+    assert (streamed.options.get("stream_base"), "base_model_precision" in streamed.options) == (True, False)
+    less = search("middle", "lora", "24GB", "--no_stream_base", "--no_fsdp_enable", "--no_gradient_checkpointing").best()
+    assert "base_model_precision" in less.options
+    assert less.slowest.parts["restoring weights"] > 0 == streamed.slowest.parts["restoring weights"]
+
+
 def test_host_memory_is_a_limit_too(search):
     one = search("middle", "lora", "12GB", host=8)
     assert host_of(one.best()) <= 8 * 2**30

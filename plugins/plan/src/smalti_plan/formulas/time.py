@@ -88,6 +88,7 @@ def time_of(
     return StepTime(
         parts={
             "computing": computing,
+            "restoring weights": _restoring(model, candidate, device, efficiency),
             "dispatch": dispatch,
             "communication": exposed,
             "optimizer": _stepping(model, run, strategy, device, world, efficiency),
@@ -112,6 +113,14 @@ def _passes(
     own = model.tensors * strategy.operations.get("micro-batch", 0) * efficiency.dispatch
     trained = model.trained / model.parameters
     return (products, dispatch + own / 2), ((1.0 + trained + again) * products, (2.0 + again) * dispatch + own / 2)
+
+
+def _restoring(model: ModelFacts, candidate: Candidate, device: DeviceModel, efficiency: Efficiency) -> float:
+    """Frozen weights that are kept in less are restored for every pass: what that takes of the largest layer, for all."""
+    each = model.frozen.restoring / model.largest
+    passes = 3 if candidate.recompute == "full" else 2
+    moved = candidate.accumulation * passes * each * (model.parameters - model.trained)
+    return moved / (device.memory_bandwidth * efficiency.memory)
 
 
 def _sending(
