@@ -101,6 +101,11 @@ def test_what_helps_depends_on_the_run(changes, more, advice):
     assert advice in remedies(replace(USE, **changes, options=OPTIONS | more))
 
 
+@pytest.mark.parametrize(("fit", "offered"), [(None, "--fit=85GB: "), ("80GB", "--fit=77GB: ")])
+def test_a_limit_of_the_size_of_the_card_is_offered_last_and_a_smaller_one_where_it_was_too_much(fit, offered):
+    assert remedies(replace(USE, options=OPTIONS | {"fit": fit})).splitlines()[-1].strip().startswith(offered)
+
+
 @pytest.mark.parametrize(
     ("changes", "more", "advice"),
     [
@@ -113,6 +118,8 @@ def test_what_helps_depends_on_the_run(changes, more, advice):
         ({}, {"optimizer": "adamw", "fsdp_enable": True, "fsdp_version": 1}, "adamw8bit"),
         ({}, {"optimizer": "lion"}, "adamw8bit"),
         ({"idle": 9 * GIB, "expandable": True}, {}, "expandable"),
+        ({"device": "cpu"}, {"fit": None}, "--fit"),
+        ({"total": None}, {"fit": None}, "--fit"),
     ],
 )
 def test_what_is_done_already_or_would_not_help_is_not_advised(changes, more, advice):

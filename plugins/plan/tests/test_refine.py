@@ -24,10 +24,8 @@ def test_the_best_way_of_each_strategy_and_the_configured_one_are_rehearsed_once
     assert worth_rehearsing(ways, ways[0]) == [each for each in chosen if each is not own]
 
 
-def test_what_cannot_fit_or_cannot_be_rehearsed_is_left_to_the_formulas():
-    alone = replace(sharded(8), can_be_rehearsed=False)
-    assert worth_rehearsing(found(WHOLE, alone, gib=1), None) == []
-    assert worth_rehearsing(found(alone), found(alone)[0]) == []
+def test_what_cannot_fit_is_left_to_the_formulas():
+    assert worth_rehearsing(found(WHOLE, sharded(8), gib=1), None) == []
 
 
 def test_what_a_rehearsal_counts_changes_the_order_and_what_fails_comes_last():

@@ -131,6 +131,8 @@ def _train(command_line: CommandLine, *, dry_run: bool, as_json: bool) -> int:
             if not dry_run and (restored := command_line.plugins.decide(HookSpecs.restore_run, config=config)):
                 click.echo(f"smalti: {restored}", err=True)
                 config = command_line.draft()
+            for group in config.schema.groups:
+                config = group.complete(config)
             _bring_checkpoint(config, command_line, dry_run=dry_run)
             standby = None
             if not dry_run and config[LaunchOptions].num_processes > 1:

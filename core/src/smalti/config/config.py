@@ -208,8 +208,7 @@ class Config:
     @property
     def digest(self) -> str:
         """A hash of all values in 16 hex digits, by which ranks check that they train the same run."""
-        text = json.dumps(self.shared_values(), sort_keys=True)
-        return hashlib.sha256(text.encode()).hexdigest()[:16]
+        return hashlib.sha256(json.dumps(self.shared_values(), sort_keys=True).encode()).hexdigest()[:16]
 
 
 def _as_text(value: object) -> str:

@@ -237,6 +237,9 @@ class OptionGroup:
 
     `dialect` reads options of all groups in the spelling of another trainer. There is at most one.
 
+    `complete` takes the resolved `Config` of `smalti train`, before it is checked, and returns it with values that it chooses
+    for options that nothing sets (`Config.chosen`). Called in the launcher of every node, also for a dry run.
+
     smalti sets `owner`, the plugin in messages; plugins leave it out.
     """
 
@@ -248,6 +251,7 @@ class OptionGroup:
     scheduler: Callable[[Mapping[str, str], dict[str, Mapping[str, Given]], list[str]], Mapping[str, Given]] | None = None
     urls: Mapping[str, Callable[[str], Translation]] = field(default_factory=dict, hash=False)
     dialect: Dialect | None = None
+    complete: Callable[[Any], Any] = lambda config: config
     owner: str = field(default="", compare=False)
 
 

@@ -37,8 +37,6 @@ class DeviceModel:
     """As torch calls it: "cuda" for AMD too, "cpu" for host processors."""
     capability: tuple[int, int] | None = None
     """The compute capability that torch reports; None for devices without one."""
-    allocation_unit: int = 512
-    """Bytes: torch rounds each allocation up to a multiple of it."""
 
 
 @cache

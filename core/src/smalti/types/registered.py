@@ -234,8 +234,11 @@ class CommandCollector(click.Group):
 
 Recompute = Literal["none", "selective", "full"]
 """What the backward pass computes again: nothing, all but matrix products and attention, or whole blocks."""
-Part = Literal["weights", "gradients", "state", "frozen"]
-"""What a rank holds of the parameters that train. "state" is the optimizer's state, EMA and fp32 master weights."""
+Part = Literal["weights", "gradients", "state", "frozen", "activations"]
+"""What a rank holds of the parameters that train. "state" is the optimizer's state, EMA and fp32 master weights.
+
+"frozen" are the parameters that do not train, "activations" what a micro-batch keeps for the backward pass.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -279,19 +282,23 @@ class Strategy(Registered):
     `divided` says over how many ranks each part is divided; 1, or a part that is not named, is a whole copy on each rank. A
     strategy that can divide nothing names no part, and is the only kind that trains a model which cannot be sharded.
     `frozen` is the same for parameters that do not train. `bytes` are per parameter that trains, before it is divided.
-    `offloaded` parts are in host memory; "frozen" are the parameters of blocks that do not train. With `keeps_gradients` their
-    memory stays allocated between steps.
+    `offloaded` parts are in host memory; "frozen" are the parameters of blocks that do not train, but for as many GiB of them
+    as the option `resident_gib` in `options` says. With "activations" the device keeps those of two blocks. With
+    `keeps_gradients` the memory of gradients stays allocated between steps.
 
     A strategy that gathers holds `gathered` copies of its largest block in the forward pass, each of `gathered_bytes` per
     parameter, one in the backward pass, and `reduced_bytes` per parameter of a block whose gradients are being reduced. One
     that does not gather computes in copies of the weights that autocast makes, unless `own_copies` says that its weights are
     in the dtype of the products already.
 
-    With `can_be_rehearsed` false its code does not run without the other ranks, and only formulas count it.
     `operations` are what its own code dispatches for each tensor that trains, in a step and in a micro-batch: hooks, gathering,
     operations on shards. They are counted in dispatched operations of torch, which take about as long everywhere.
     `buffers` are bytes besides, not more than `buffers_per_parameter` for each parameter that trains: in the backward pass, or
     with `keeps_buffers` always.
+
+    One that is `added_to` plugins is no strategy of its own, but a way to save memory that each of theirs can have in addition,
+    in the recomputation modes that both support: its `options`, its `offloaded` parts, its `bytes` in place of the strategy's,
+    and its `reduced_bytes` and `buffers` on top. `bytes` are then only those that it changes.
     """
 
     kind: ClassVar[str] = "the strategy"
@@ -313,4 +320,4 @@ class Strategy(Registered):
     keeps_buffers: bool = False
     communication: tuple[Communication, ...] = ()
     context: int = 1
-    can_be_rehearsed: bool = True
+    added_to: frozenset[str] = frozenset()

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from smalti import Communication, Config, Recompute, Strategy, World
 from smalti.config import ModelOptions
 from smalti.parallel import in_bf16
-from smalti_memory.options import SLOTS
+from smalti_memory.options import SLOTS, MemoryOptions
 
 _RECOMPUTE: Mapping[Recompute, Mapping[str, object]] = {"full": {"gradient_checkpointing": True}}
 
@@ -28,7 +28,7 @@ def proposals(config: Config, world: World) -> list[Strategy]:
         Strategy(
             name="streamed",
             title="base streamed" if world.size == 1 else "DDP, base streamed",
-            options={"stream_base": True, "resident_gib": 0.0},
+            options={"stream_base": True, "resident_gib": config[MemoryOptions].resident_gib},
             recompute=_RECOMPUTE,
             gathered=SLOTS,
             gathered_bytes=2 if in_bf16(config, world.device.partition(":")[0]) else 4,

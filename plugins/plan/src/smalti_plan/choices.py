@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 from smalti import Communication, FrozenStorage, Recompute, Strategy, UserError, World
 from smalti.config import Config, DataOptions
@@ -18,6 +20,8 @@ from smalti_plan.formulas.run_facts import RunFacts
 from smalti_plan.formulas.time import FAST, SLOW, Efficiency, StepTime, time_of
 from smalti_plan.records import Candidate, Rehearsal, RehearsalError, Traffic
 
+_RESIDENT = "resident_gib"
+"""The option of a strategy that streams frozen weights for how many GiB of them stay on the device."""
 _ORDER = {"fits": 0, "tight": 1, "does not fit": 2}
 
 
@@ -58,8 +62,15 @@ class Choice:
 
 
 def strategies_for(config: Config, plugins: Plugins, world: World) -> list[Strategy]:
-    """What all plugins propose, each with the defaults of what the configuration sets for another strategy."""
+    """What all plugins propose, each with the defaults of what the configuration sets for another strategy.
+
+    Ways to save memory that are added to strategies come in all combinations.
+    """
     found = plugins.gather(HookSpecs.propose_strategies, config=config, world=world)
+    added = [each for each in found if each.added_to]
+    found = [each for each in found if not each.added_to]
+    for way in added:
+        found += [_with_way(each, way) for each in found if each.origin.plugin in way.added_to]
     used = {name for each in found for options in (each.options, *each.recompute.values()) for name in options}
     unset = {
         name: option.default
@@ -69,6 +80,23 @@ def strategies_for(config: Config, plugins: Plugins, world: World) -> list[Strat
     return [replace(each, options={**unset, **each.options}) for each in found]
 
 
+def _with_way(strategy: Strategy, way: Strategy) -> Strategy:
+    """A strategy with a way to save memory in addition."""
+    modes = {mode: {**options, **way.recompute[mode]} for mode, options in strategy.recompute.items() if mode in way.recompute}
+    return replace(
+        strategy,
+        name=f"{strategy.name}-{way.name}",
+        title=f"{strategy.title}, {way.title}",
+        options={**strategy.options, **way.options},
+        recompute=modes,
+        bytes={**strategy.bytes, **way.bytes},
+        offloaded=strategy.offloaded | way.offloaded,
+        reduced_bytes=strategy.reduced_bytes + way.reduced_bytes,
+        buffers=strategy.buffers + way.buffers,
+        buffers_per_parameter=strategy.buffers_per_parameter + way.buffers_per_parameter,
+    )
+
+
 def choices(
     model: ModelFacts,
     run: RunFacts,
@@ -76,32 +104,37 @@ def choices(
     device: DeviceModel,
     world: World,
     efficiencies: tuple[Efficiency, Efficiency] = (FAST, SLOW),
+    admits: Callable[[Choice], bool] = lambda choice: True,
 ) -> list[Choice]:
-    """All ways that the formulas know, the best first. Raises UserError if no number of samples per rank keeps the batch.
+    """All ways that the formulas know and `admits` accepts, the best first.
 
     `efficiencies` are the ends of the range of times, the faster one first. Where nothing fits that keeps all on the devices,
-    frozen weights may be kept in less.
+    frozen weights may be kept in less. Of those that may keep a part of streamed weights on the device, there are what is
+    configured and the most that fits. Raises UserError if no number of samples per rank keeps the effective batch.
     """
     if run.bf16_weights or run.releases_gradients:  # the optimizer steps the model's own parameters, one after the other
         strategies = [each for each in strategies if "deepspeed_config" not in each.options]
     if run.releases_gradients:
         strategies = [each for each in strategies if not each.keeps_gradients]
     whole = [each for each in strategies if not each.divided]
+    usable = whole if model.indivisible else strategies
 
     def ways(model: ModelFacts, strategies: Sequence[Strategy]) -> list[Choice]:
-        return [
-            estimate(model, run, strategy, recompute, micro, device, world, efficiencies)
+        found = (
+            choice
             for strategy in strategies
             for recompute in strategy.recompute
             for micro in micro_batches(run.effective_batch, world.size // strategy.context)
             if not run.releases_gradients or micro * (world.size // strategy.context) == run.effective_batch
-        ]
+            for choice in _with_resident(model, run, strategy, recompute, micro, device, world, efficiencies)
+        )
+        return [each for each in found if admits(each)]
 
-    found = ways(model, whole if model.indivisible else strategies)
+    found = ways(model, usable)
     if all(each.fit.level != "fits" for each in found if not each.strategy.offloaded):
         for frozen in model.smaller:
             found += ways(replace(model, frozen=frozen), [_with_frozen(each, frozen) for each in whole])
-    if not found:
+    if all(run.effective_batch % (world.size // each.context) for each in usable):
         below = run.effective_batch // world.size * world.size
         near = " or ".join(str(each) for each in (below, below + world.size) if each)
         raise UserError(
@@ -109,6 +142,38 @@ def choices(
             fix=f"other --gpus, or train_batch_size x gradient_accumulation_steps x num_processes = {near}",
         )
     return in_order(found)
+
+
+def _with_resident(
+    model: ModelFacts,
+    run: RunFacts,
+    strategy: Strategy,
+    recompute: Recompute,
+    micro_batch: int,
+    device: DeviceModel,
+    world: World,
+    efficiencies: tuple[Efficiency, Efficiency],
+) -> Iterator[Choice]:
+    """The way as it is proposed, and with as many blocks of streamed weights on the device as fit, if it may have some."""
+
+    def with_gib(gib: float) -> Choice:
+        own = replace(strategy, options={**strategy.options, _RESIDENT: gib})
+        return estimate(model, run, own, recompute, micro_batch, device, world, efficiencies)
+
+    yield estimate(model, run, strategy, recompute, micro_batch, device, world, efficiencies)
+    if _RESIDENT not in strategy.options or "frozen" not in strategy.offloaded or strategy.divided:
+        return
+    sizes = resident_sizes(model, strategy)
+    fitting = bisect_left(sizes, x=True, key=lambda gib: with_gib(gib).fit.level != "fits")
+    if fitting and sizes[fitting - 1] != strategy.options[_RESIDENT]:
+        yield with_gib(sizes[fitting - 1])
+
+
+def resident_sizes(model: ModelFacts, strategy: Strategy) -> list[float]:
+    """Values of `resident_gib` with which 1, 2, ... blocks stay on the device, from the last one on; all but one at most."""
+    frozen = [block.parameters - block.trained for block in model.sample.blocks]
+    each = model.frozen.bytes / strategy.frozen / max(1, model.parameters - model.trained)
+    return [math.ceil(size * each / 2**30 * 100) / 100 for size in accumulate(reversed(frozen[1:]))]
 
 
 def _with_frozen(strategy: Strategy, frozen: FrozenStorage) -> Strategy:

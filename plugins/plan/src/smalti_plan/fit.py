@@ -35,7 +35,7 @@ ALLOWANCES = (
     Allowance(name="fragmentation", least=0.0, most=0.08, share=True, source="estimate for expandable segments"),
 )
 """For accelerators."""
-_ON_CPU = Allowance(name="process", least=0.5 * _GIB, most=1.0 * _GIB, source="libraries and buffers of a process")
+HOST_PROCESS = Allowance(name="process", least=0.5 * _GIB, most=1.0 * _GIB, source="libraries and buffers of a process")
 UNCERTAINTY = {"formula": (0.12, 0.12), "modelled": (0.02, 0.05), "rehearsed": (0.02, 0.05)}
 """By which shares a count may be too high or too low: against rehearsals, and rehearsals against real ranks (bench)."""
 
@@ -70,5 +70,5 @@ def fit_of(counted: Rehearsal, device: DeviceModel, *, local_ranks: int) -> Fit:
 def allowances(device: DeviceModel, ranks: int) -> tuple[Allowance, ...]:
     """Those that count on this device for this number of ranks."""
     if device.kind == "cpu":
-        return (_ON_CPU,)
+        return (HOST_PROCESS,)
     return tuple(each for each in ALLOWANCES if ranks > 1 or not each.several)

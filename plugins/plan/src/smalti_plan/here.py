@@ -34,11 +34,20 @@ def named_device(name: str, ranks: int) -> DeviceModel:
         raise UserError(f"the device {name!r} is unknown", fix=names)
     if name == "cpu":
         return _measured(ranks, on_cpu=True)
+    found = detected(ranks)
+    if found is None:
+        raise UserError("this node has no accelerator, and no device is named", fix=names)
+    return found[0]
+
+
+def detected(ranks: int) -> tuple[DeviceModel, int] | None:
+    """This node's accelerator and the bytes of it that are free; None if there is none. Raises UserError as `named_device`."""
     found = _probed()
     if not found:
-        raise UserError("this node has no accelerator, and no device is named", fix=names)
+        return None
     model = device_model_of(str(found["name"]))
-    return _measured(ranks, on_cpu=False) if model is None else replace(model, memory=int(cast(int, found["memory"])))
+    memory, free = (int(cast(int, found[name])) for name in ("memory", "free"))
+    return _measured(ranks, on_cpu=False) if model is None else replace(model, memory=memory), free
 
 
 def _probed() -> Mapping[str, object]:
@@ -71,5 +80,4 @@ def _measured(ranks: int, *, on_cpu: bool) -> DeviceModel:
         link_bandwidth=min(inner, host) / 2,
         host_bandwidth=host,
         network_bandwidth=_NETWORK,
-        allocation_unit=64 if on_cpu else 512,
     )

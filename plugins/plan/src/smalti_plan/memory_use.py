@@ -94,13 +94,25 @@ def out_of_memory_message(use: MemoryUse) -> str:
 
 def remedies(use: MemoryUse) -> str:
     """What would save how much, the largest first, each with what to type."""
-    found = sorted(_remedies(use), key=lambda each: -each[0])
-    return "any of these\n" + "\n".join(f"    {text}" for _, text in found) if found else "a device with more memory"
+    found = [text for _, text in sorted(_remedies(use), key=lambda each: -each[0])]
+    found += _limits(use)
+    return "any of these\n" + "\n".join(f"    {text}" for text in found) if found else "a device with more memory"
 
 
 def readable(size: int | None) -> str:
     size = size or 0
     return f"{size / 2**30:.2f} GiB" if size >= 2**30 / 10 else f"{size / 2**20:.1f} MiB"
+
+
+def _limits(use: MemoryUse) -> Iterator[str]:
+    """The memory of the accelerator as a limit, or a tenth less where a limit was given and was too much."""
+    if use.total is None or use.device == "cpu" or "fit" not in use.options:
+        return
+    size = use.total if use.options["fit"] is None else use.total * 9 // 10
+    yield (
+        f"--fit={size // 10**9}GB: chooses what is fastest within that of streaming, sharding, recomputation, batches and the "
+        "precision of frozen weights, where you set none of them"
+    )
 
 
 def _remedies(use: MemoryUse) -> Iterator[tuple[int, str]]:

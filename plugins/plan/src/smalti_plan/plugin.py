@@ -51,14 +51,19 @@ class Plan:
     def notices_before_launch(self, config: Config, plan: DistributedPlan, kind: str) -> list[str]:
         from smalti_plan.options import PlanOptions
 
-        self._forecast = None
+        self._forecast, notices = None, []
+        if config[PlanOptions].fit_choice:
+            from smalti_plan.limit.completing import Kept
+
+            kept = Kept.of(config[PlanOptions].fit_choice)
+            notices = [] if kept is None else [kept.line(config)]
         choice = config[PlanOptions].memory_forecast
         if choice == "off" or (choice == "auto" and kind == "cpu"):
-            return []
+            return notices
         from smalti_plan.forecast import forecast_of
 
         self._forecast = forecast_of(config, plan, kind)
-        return [] if self._forecast is None else self._forecast.notices
+        return notices if self._forecast is None else [*notices, *self._forecast.notices]
 
     @hookimpl
     def on_launch_end(self, directory: RunDirectory, events: EventWriter) -> list[str]:

@@ -1,4 +1,4 @@
-"""`python -m smalti_plan.probe` prints name and memory of this node's first accelerator as JSON; {} if there is none."""
+"""`python -m smalti_plan.probe` prints name, memory and free memory of the first accelerator as JSON; {} without one."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ def _accelerator() -> dict[str, object]:
         return {}
     module = torch.get_device_module(device.type)
     properties = module.get_device_properties(0)
-    return {"name": properties.name, "memory": int(properties.total_memory)}
+    memory = int(properties.total_memory)
+    free = module.mem_get_info(0)[0] if hasattr(module, "mem_get_info") else memory
+    return {"name": properties.name, "memory": memory, "free": int(free)}
 
 
 if __name__ == "__main__":

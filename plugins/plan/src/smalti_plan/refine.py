@@ -24,11 +24,10 @@ def worth_rehearsing(found: Sequence[Choice], own: Choice | None, most: int = _F
     """What is configured, and the best way of each of the first strategies that may fit."""
     firsts: dict[str, Choice] = {}
     for each in found:
-        if each.fit.level != "does not fit" and each.strategy.can_be_rehearsed:
+        if each.fit.level != "does not fit":
             firsts.setdefault(each.strategy.name, each)
     chosen = list(firsts.values())[:most]
-    is_missing = own is not None and own.strategy.can_be_rehearsed and own not in chosen
-    return [*chosen, *([own] if own is not None and is_missing else [])]
+    return [*chosen, *([own] if own is not None and own not in chosen else [])]
 
 
 def refined(

@@ -1,14 +1,20 @@
 """Rehearsals as the planner asks for them: in a process of their own, kept, with errors as the run would report them."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
 from planning.conftest import COMMON, as_words
 from planning.measured import rehearsed
+from smalti import World
 from smalti.cli.arguments import CommandLine
 from smalti.parallel import device_models
+from smalti_plan.counted import facts_of
+from smalti_plan.formulas.run_facts import RunFacts
+from smalti_plan.limit.search import Search
 from smalti_plan.records import Candidate
+from smalti_plan.refine import rehearsed as rehearsed_way
 from smalti_plan.rehearsal.rehearse import rehearse
 from support.forked_ranks import forked_processes
 
@@ -115,3 +121,28 @@ def test_an_error_of_the_run_is_told_with_its_line(tmp_path):
     assert rehearsal.error.phase == "step"
     assert "test_rehearse.py:" in rehearsal.error.where
     assert "in forward" in rehearsal.error.where
+
+
+def test_the_peak_of_what_a_limit_has_chosen_is_below_the_limit(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    given = {"mixed_precision": "bf16", "instance_data_dir": tmp_path, "output_dir": tmp_path / "run", "resolution": 256}
+    large = {"toy_width": 1024, "toy_depth": 12, "toy_heads": 16, "train_batch_size": 16}
+    command_line = CommandLine.parse(as_words({**COMMON, **given, **large}))
+    config, plugins = command_line.config(), command_line.plugins
+    device = replace(device_models()["rtx4090"], memory=8 * 10**9)
+    search = Search(
+        config=config,
+        plugins=plugins,
+        model=facts_of(config, plugins, "cuda"),
+        run=RunFacts.of(config, plugins, "cuda"),
+        device=device,
+        world=World(size=1, local_size=1, device="cuda"),
+        host=64 * 2**30,
+    )
+    chosen = search.best()
+    assert (chosen.fit.level, chosen.effective_batch) == ("fits", 16)
+    ways = search.ways(())
+    assert any(each.fit.level == "does not fit" and each.seconds < chosen.seconds for each in ways), "faster ones do not fit"
+    counted = rehearsed_way(chosen, config, plugins, device).counted
+    assert counted.counted == "rehearsed"
+    assert max(each.device.total for each in counted.phases.values()) <= device.memory

@@ -28,7 +28,6 @@ TYPES_WITH_IMAGES = ("image", "eval")
 """Values of `dataset_type` for entries that have images."""
 CACHE_TYPES = ("text_embeds", "image_embeds")
 """Values of `dataset_type` for entries that configure a cache."""
-DATASET_TYPES = (*TYPES_WITH_IMAGES, *CACHE_TYPES)
 
 
 def absolute_path(path: Path) -> Path:

@@ -168,6 +168,7 @@ def in_pieces(optimizer: torch.optim.Optimizer, mixin: type[StepsInPieces]) -> A
     if getattr(optimizer, "parts", ()):
         message = f"the optimizer {type(optimizer).__name__} consists of several, and cannot step some parameters alone"
         raise UserError(message, fix="--optimizer=adamw, or --no_release_gradients --weights_dtype=fp32")
+    optimizer._step_supports_amp_scaling = False  # type: ignore[attr-defined]  # a step is left out here, not by its kernels
     optimizer.__class__ = cast(Any, type(type(optimizer).__name__, (mixin, type(optimizer)), {}))
     return optimizer
 

@@ -6,8 +6,9 @@ gradients and activations meet, and what a block needs while its gradients are c
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import cast
 
 from smalti import Strategy
 from smalti_plan.facts import BlockFacts, ModelFacts
@@ -40,6 +41,7 @@ class _Formula:
         self.largest = max((block.parameters for block in blocks), default=model.largest)
         self.held = {part: self._held(part) for part in ("weights", "gradients", "state")}
         self.frozen = model.frozen.bytes // strategy.frozen
+        self.streamed = self.frozen - resident_bytes(model, strategy, candidate)
         self.ema = model.trained * 4 // strategy.divided.get("state", 1) if run.ema else 0
 
     def _held(self, part: str) -> int:
@@ -55,7 +57,8 @@ class _Formula:
     def result(self) -> Memory:
         resident = self.between()
         host = sum(size for part, size in self.held.items() if part in self.strategy.offloaded)
-        host += self.frozen if "frozen" in self.strategy.offloaded else 0
+        host += self.streamed
+        host += sum(self.inputs()) - self.on_device(self.inputs()) if "activations" in self.strategy.offloaded else 0
         host += 0 if self.run.ema_on_device else self.ema
         # Ranks share the work of a save, whoever holds a copy.
         saved = self.model.trained * ((2 if self.run.bf16_weights else 4) + self.run.state_bytes + (4 if self.run.ema else 0))
@@ -68,7 +71,7 @@ class _Formula:
         """What stays between two steps."""
         on_device = {part: 0 if part in self.strategy.offloaded else size for part, size in self.held.items()}
         return MemoryParts(
-            parameters=on_device["weights"] + self.model.buffers + (0 if "frozen" in self.strategy.offloaded else self.frozen),
+            parameters=on_device["weights"] + self.model.buffers + self.frozen - self.streamed,
             gradients=on_device["gradients"] if self.strategy.keeps_gradients else 0,
             optimizer=on_device["state"],
             ema=self.ema if self.run.ema_on_device else 0,
@@ -102,7 +105,7 @@ class _Formula:
     def backward(self, forward: MemoryParts, gradients: int) -> Iterator[MemoryParts]:
         """The moment of each block in the backward pass, from the last block on: activations go, gradients come."""
         model, blocks = self.model, self.model.sample.blocks
-        kept, copied, done = self.kept(), self.copies(whole=True), 0
+        inputs, copied, done = self.inputs(), self.copies(whole=True), 0
         for block in reversed(blocks):
             done += block.trained
             share = 1.0 if self.run.releases_gradients else done / max(1, model.trained)
@@ -111,19 +114,29 @@ class _Formula:
             transient = self.batch * _transient(block, self.candidate.recompute) + self.strategy.reduced_bytes * block.trained
             yield replace(
                 forward,
-                activations=kept,
+                activations=self.kept(inputs),
                 gathered=self.gathered(copies=1),
                 temporaries=int(self.buffers + transient)
                 + (copied if self.candidate.recompute == "none" else self.model.frozen.restoring + own),
                 gradients=growing,
             )
-            kept -= int(self.batch * _kept(block, self.candidate.recompute))
+            inputs.pop()
             copied -= own
 
-    def kept(self) -> int:
-        """Bytes that the backward pass needs of all samples of a micro-batch, at the end of the forward pass."""
-        sample, mode = self.model.sample, self.candidate.recompute
-        return int(self.batch * (sample.saved + sum(_kept(block, mode) for block in sample.blocks)))
+    def kept(self, inputs: Sequence[int] | None = None) -> int:
+        """Bytes on the device that the backward pass needs of all samples of a micro-batch, at the end of the forward pass.
+
+        `inputs` are what blocks keep; by default all blocks.
+        """
+        return int(self.batch * self.model.sample.saved) + self.on_device(self.inputs() if inputs is None else inputs)
+
+    def inputs(self) -> list[int]:
+        """Bytes that each block keeps for the backward pass, of all samples of a micro-batch."""
+        return [int(self.batch * _kept(block, self.candidate.recompute)) for block in self.model.sample.blocks]
+
+    def on_device(self, inputs: Sequence[int]) -> int:
+        """What the device holds of what blocks keep: all of it, or that of two of them."""
+        return sum(sorted(inputs)[-2:] if "activations" in self.strategy.offloaded else inputs)
 
     def gathered(self, copies: int | None = None) -> int:
         """Whole weights of blocks, by default of those in the forward pass; and of what is in no block, which stay."""
@@ -157,6 +170,14 @@ class _Formula:
     def _validation(self) -> int:
         """With EMA weights, a copy of the live ones is kept; and the copies that autocast makes."""
         return (self.held["weights"] if self.run.ema else 0) + self.copies(whole=True)
+
+
+def resident_bytes(model: ModelFacts, strategy: Strategy, candidate: Candidate) -> int:
+    """Bytes of frozen weights that stay on each device: all of them, or what the option `resident_gib` leaves there."""
+    frozen = model.frozen.bytes // strategy.frozen
+    if "frozen" not in strategy.offloaded:
+        return frozen
+    return min(frozen, int(cast(float, candidate.options.get("resident_gib", 0)) * 2**30))
 
 
 def _kept(block: BlockFacts, mode: Recompute) -> int:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from smalti import Communication, Strategy, World
 from smalti.parallel import DeviceModel
 from smalti_plan.facts import ModelFacts
+from smalti_plan.formulas.memory import resident_bytes
 from smalti_plan.formulas.run_facts import RunFacts
 from smalti_plan.records import Candidate
 
@@ -87,6 +88,7 @@ def time_of(
     return StepTime(
         parts={
             "computing": computing,
+            "restoring weights": _restoring(model, candidate, device, efficiency),
             "dispatch": dispatch,
             "communication": exposed,
             "optimizer": _stepping(model, run, strategy, device, world, efficiency),
@@ -111,6 +113,14 @@ def _passes(
     own = model.tensors * strategy.operations.get("micro-batch", 0) * efficiency.dispatch
     trained = model.trained / model.parameters
     return (products, dispatch + own / 2), ((1.0 + trained + again) * products, (2.0 + again) * dispatch + own / 2)
+
+
+def _restoring(model: ModelFacts, candidate: Candidate, device: DeviceModel, efficiency: Efficiency) -> float:
+    """Frozen weights that are kept in less are restored for every pass: what that takes of the largest layer, for all."""
+    each = model.frozen.restoring / model.largest
+    passes = 3 if candidate.recompute == "full" else 2
+    moved = candidate.accumulation * passes * each * (model.parameters - model.trained)
+    return moved / (device.memory_bandwidth * efficiency.memory)
 
 
 def _sending(
@@ -150,13 +160,16 @@ def _transferring(
 ) -> float:
     """Gradients go to host memory and weights come back; weights that are kept there come for every pass.
 
-    Frozen ones come block by block, beside what is computed.
+    Frozen ones that are not resident come block by block, beside what is computed; so activations go and come.
     """
     if not strategy.offloaded:
         return 0.0
     speed = device.host_bandwidth * efficiency.links
     passes = 2 * candidate.accumulation
-    streamed = passes * model.frozen.bytes / strategy.frozen / speed if "frozen" in strategy.offloaded else 0.0
+    streamed = passes * (model.frozen.bytes // strategy.frozen - resident_bytes(model, strategy, candidate)) / speed
+    if "activations" in strategy.offloaded:
+        inputs = sum(block.inputs for block in model.sample.blocks) * candidate.micro_batch / strategy.context
+        streamed += passes * inputs / speed
     exposed = max(0.0, streamed - 0.9 * computing) + _unhidden(model, streamed)
     if "gradients" not in strategy.offloaded:
         return exposed

@@ -126,7 +126,8 @@ def _reasons(choice: Choice, found: Sequence[Choice]) -> Iterator[tuple[str, str
         yield name, _instead("computes activations again in the backward pass", "without", kept)
     parts = " and ".join(sorted(strategy.offloaded))
     if parts:
-        yield "fsdp_cpu_offload", f"{parts} in the memory of the node, {choice.fit.host / _GIB:.0f} GiB"
+        for name in ("fsdp_cpu_offload", "stream_base"):
+            yield name, f"{parts} in the memory of the node, {choice.fit.host / _GIB:.0f} GiB"
     for name in ("fsdp_enable", "deepspeed_config"):
         yield name, _instead(strategy.title, "without at best", plain)
 

@@ -1,0 +1,1 @@
+"""`--fit`: the fastest way to train within a limit of memory, chosen before a launch and kept by the run."""

@@ -1,0 +1,211 @@
+"""The choice of `--fit`: the fastest of all ways within the limits; what is set stays, and what is said if none fits."""
+
+from dataclasses import replace
+
+import pytest
+from planning.exhaustive import exhaustive
+
+from smalti import FrozenStorage, Strategy, UserError, World
+from smalti.config import draft
+from smalti.plugins import load_plugins, schema_of
+from smalti_plan.choices import estimate, strategies_for
+from smalti_plan.facts import BlockFacts, ModelFacts, SampleFacts
+from smalti_plan.formulas.run_facts import RunFacts
+from smalti_plan.limit.search import Search, fits, host_of
+from smalti_plan.presets.request import card_of
+
+WORLD = World(size=1, local_size=1, device="cuda")
+ADAPTER = 2**20
+SHAPES = {
+    "small": (2.5e9, 12, 2**31, 2**25, 6e12),
+    "middle": (12e9, 19, 2**30, 2**26, 7.4e13),
+    "large": (20e9, 30, 2**30, 2**25, 2e14),
+}
+"""Parameters, blocks, bytes that a block keeps of a sample, those of its inputs, operations: like SDXL, FLUX.1, Qwen-Image."""
+
+
+def model_of(shape, goal):
+    parameters, blocks, saved, inputs, flops = SHAPES[shape]
+    each = int(parameters / blocks)
+    trained = each if goal == "full" else ADAPTER
+    block = BlockFacts(
+        path="", parameters=each, trained=trained, saved=saved, inputs=inputs, copied=2 * trained, products=saved // 4
+    )
+    frozen = 0 if goal == "full" else 2 * (each - trained) * blocks
+    smaller = [
+        FrozenStorage(options={"base_model_precision": f"{name}-torchao"}, bytes=int(frozen * share), restoring=2**28)
+        for name, share in (("int8", 0.51), ("nf4", 0.26))
+    ]
+    sample = SampleFacts(
+        width=1024,
+        height=1024,
+        flops=int(flops),
+        saved=2**22,
+        copied=0,
+        operations=5000,
+        blocks=tuple(replace(block, path=f"blocks.{number}") for number in range(blocks)),
+    )
+    return ModelFacts(
+        family=shape,
+        parameters=each * blocks,
+        trained=trained * blocks,
+        frozen=FrozenStorage(bytes=frozen),
+        buffers=0,
+        largest=2**24,
+        sample=sample,
+        tensors=blocks,
+        smaller=() if goal == "full" else tuple(smaller),
+    )
+
+
+@pytest.fixture(scope="module")
+def plugins():
+    return load_plugins()
+
+
+@pytest.fixture
+def search(plugins):
+    """search("middle", "lora", "12GB", "--option=1", ...) -> a search that leaves these options as they are."""
+
+    def make(shape, goal, card, *set_here, host=64, batch=4):
+        words = ["--model_family=toy", f"--model_type={goal}", "--mixed_precision=bf16", "--output_dir=out", *set_here]
+        config = draft(schema_of(plugins), words, environment={})
+        assert not config.problems
+        run = replace(RunFacts.of(config, plugins, "cuda"), effective_batch=batch)
+        return Search(
+            config=config,
+            plugins=plugins,
+            model=model_of(shape, goal),
+            run=run,
+            device=card_of(card),
+            world=WORLD,
+            host=host * 2**30,
+            fixed=frozenset(config.sources),
+            is_complete=False,
+        )
+
+    return make
+
+
+@pytest.mark.parametrize("goal", ["lora", "full"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_choice_is_the_best_of_all_ways(search, shape, goal):
+    found = []
+    for card in ("8GB", "12GB", "24GB", "80GB"):
+        one = search(shape, goal, card, host=256)
+        best = exhaustive(one)
+        if best is None and not any(fits(each, one.device, one.host) for each in one.ways(one.fixed)):
+            with pytest.raises(UserError, match="no way to train fits on "):
+                one.best()
+            continue
+        chosen = one.best()
+        if best is None:
+            assert chosen.fit.level == "tight"
+            continue
+        assert chosen.seconds == pytest.approx(best.seconds), (card, chosen.options, best.options)
+        assert fits(chosen, one.device, one.host)
+        assert chosen.candidate.micro_batch * chosen.candidate.accumulation == 4
+        found.append(chosen)
+    assert len({str(each.options) for each in found}) > 1 or goal == "full", "what fits depends on the card"
+
+
+def test_more_memory_is_never_slower_and_never_more_than_there_is(search):
+    seconds = []
+    for gigabytes in range(8, 81, 8):
+        one = search("middle", "lora", "24GB")
+        one = replace(one, device=replace(one.device, memory=gigabytes * 10**9))
+        chosen = one.best()
+        assert chosen.counted.peak.total < one.device.memory
+        seconds.append(chosen.seconds)
+    assert seconds == sorted(seconds, reverse=True)
+
+
+def test_blocks_that_stay_on_the_device_take_its_memory_and_save_host_memory_and_time(search):
+    one = search("middle", "lora", "24GB")
+    [streamed] = (each for each in strategies_for(one.config, one.plugins, WORLD) if each.name == "streamed")
+    ways = [
+        estimate(
+            one.model,
+            one.run,
+            replace(streamed, options={**streamed.options, "resident_gib": gib}),
+            "full",
+            1,
+            one.device,
+            WORLD,
+        )
+        for gib in (0.0, 4.0, 8.0)
+    ]
+    device, host, seconds = zip(*((each.fit.most, each.fit.host, each.seconds) for each in ways), strict=True)
+    assert (list(device), list(host), list(seconds)) == (
+        sorted(device),
+        sorted(host, reverse=True),
+        sorted(seconds, reverse=True),
+    )
+    assert ways[1].counted.peak.total - ways[0].counted.peak.total == ways[0].fit.host - ways[1].fit.host == 4 * 2**30
+
+
+def test_what_is_set_stays_and_the_message_says_what_bars_a_smaller_way(search):
+    free = search("middle", "lora", "12GB").best()
+    assert free.options["stream_base"] is True
+    with pytest.raises(UserError) as raised:
+        search("middle", "lora", "12GB", "--no_stream_base", "--no_fsdp_enable", "--base_model_precision=no_change").best()
+    assert "no way to train fits on card of 12 GB" in raised.value.message
+    assert "with what is set, the smallest needs up to " in raised.value.message
+    assert raised.value.fix.startswith("--fit=")
+    assert "; or leave out " in raised.value.fix
+    assert "stream_base" in raised.value.fix.partition(": ")[0]
+
+
+def test_frozen_weights_lose_no_precision_where_streaming_them_takes_less_time_than_restoring_them(search):
+    streamed = search("middle", "lora", "24GB").best()
+    assert (streamed.options.get("stream_base"), "base_model_precision" in streamed.options) == (True, False)
+    less = search("middle", "lora", "24GB", "--no_stream_base", "--no_fsdp_enable", "--no_gradient_checkpointing").best()
+    assert "base_model_precision" in less.options
+    assert less.slowest.parts["restoring weights"] > 0 == streamed.slowest.parts["restoring weights"]
+
+
+def test_host_memory_is_a_limit_too(search):
+    one = search("middle", "lora", "12GB", host=8)
+    assert host_of(one.best()) <= 8 * 2**30
+    with pytest.raises(UserError) as raised:
+        search("middle", "full", "24GB", host=8).best()
+    assert "--fit_host=" in raised.value.fix
+
+
+def test_a_run_that_has_made_steps_keeps_the_precision_of_its_frozen_weights(search):
+    one = search("middle", "lora", "24GB")
+    kept = replace(one, kept={"base_model_precision": "nf4-torchao"}).best()
+    assert kept.options["base_model_precision"] == "nf4-torchao"
+    assert "base_model_precision" not in replace(one, kept={"base_model_precision": "no_change"}).best().options
+
+
+def test_a_way_to_save_memory_joins_the_strategies_that_it_is_added_to(search):
+    one = search("middle", "lora", "12GB")
+    way = Strategy(
+        name="inputs",
+        title="activations offloaded",
+        options={"ema_device": "cpu"},  # stands for the option of a package
+        recompute={"full": {}},
+        bytes={},
+        offloaded=frozenset(("activations",)),
+        added_to=frozenset(("ddp", "memory")),
+    )
+
+    class More:
+        """The plugins with one that proposes the way."""
+
+        def gather(self, hook, **arguments):
+            return [*one.plugins.gather(hook, **arguments), way]
+
+    found = {each.name: each for each in strategies_for(one.config, More(), WORLD)}
+    assert {"single", "single-inputs", "streamed", "streamed-inputs"} <= found.keys()
+    assert "fsdp2-offload-inputs" not in found
+    both = found["streamed-inputs"]
+    assert (both.offloaded, list(both.recompute)) == ({"frozen", "activations"}, ["full"])
+    assert both.options["ema_device"] == "cpu"
+    plain, added = (estimate(one.model, one.run, found[name], "full", 4, one.device, WORLD) for name in ("streamed", both.name))
+    saved = 4 * 2**26 * (19 - 2)
+    before, after = (each.counted.phases["forward"].device.total for each in (plain, added))
+    assert before - after == saved
+    assert added.fit.host - plain.fit.host == saved
+    assert added.seconds > plain.seconds
