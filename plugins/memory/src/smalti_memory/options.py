@@ -22,3 +22,12 @@ class MemoryOptions(Options):
         level="advanced",
         ge=0,
     )
+
+
+class ActivationOptions(Options):
+    offload_activations: bool = option(
+        False,
+        help="Keep the inputs of recomputed blocks in host memory until the backward pass needs them.",
+        tradeoff="memory for activations, two copies of each over the bus, beside computation",
+        level="advanced",
+    )

@@ -25,6 +25,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from smalti import UserError
 from smalti.checkpoint import Arena
 from smalti.parallel import side_stream
+from smalti_memory.activations import keeps_all
 from smalti_memory.options import SLOTS
 
 _ALIGNMENT = 256
@@ -114,7 +115,7 @@ class BlockStream:
     def _enter(self, number: int, module: nn.Module, inputs: object) -> None:
         """A block is about to compute: its weights arrive, and those of the next one are sent for."""
         call = _Call(number, torch._C._current_graph_task_id() != -1, torch.is_grad_enabled())
-        if call.trains and not call.recomputes and torch._C._autograd._top_saved_tensors_default_hooks(True) is None:
+        if call.trains and not call.recomputes and keeps_all():
             raise UserError(
                 f"{type(module).__name__} trains without recomputing its activations, so its weights cannot be streamed",
                 fix="a model whose blocks are recomputed with --gradient_checkpointing, or --no_stream_base",
