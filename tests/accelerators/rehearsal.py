@@ -18,13 +18,14 @@ class Phase:
 
     `waits` counts by function how often the host waited for the device. `switches` are devices other than the rank's own that
     became current. `staging` are the sizes of host memory that the saver's thread has pinned, in bytes. `tf32` counts the
-    products of matrices that may and that may not be computed in TF32.
+    products of matrices that may and that may not be computed in TF32. `copies` counts copies by function.
     """
 
     waits: Counter = field(default_factory=Counter)
     switches: list[int] = field(default_factory=list)
     staging: list[int] = field(default_factory=list)
     tf32: Counter = field(default_factory=Counter)
+    copies: Counter = field(default_factory=Counter)
 
 
 @dataclass(kw_only=True)
@@ -40,6 +41,8 @@ class Rehearsal:
     averages: set[str] = field(default_factory=set)
     state: set[tuple[str, str]] = field(default_factory=set)
     resumed_state: set[tuple[str, str]] = field(default_factory=set)
+    built: tuple[int, int] = (0, 0)
+    """Bytes of pinned host memory before the first step, rounded up as torch does, and of parameters in host memory."""
     staged: int = 0
     """Bytes that a save copied to the host."""
     held: list[int] = field(default_factory=list)
@@ -68,6 +71,7 @@ def rehearse(words: Sequence[str], *, rank: int = 1, ranks: int = 8, saves: bool
     seen, watch = Rehearsal(), Watch()
     with ExitStack() as closing:
         run = _built(words, watch, closing)
+        seen.built = _pinned(watch), sum(_bytes(each) for each in run.model.parameters() if each.device.type == "cpu")
         with watch:
             _go_through(run, seen, watch, saves=saves)
     seen.groups = [{name: str(value) for name, value in group.items()} for group in cluster.groups]
@@ -142,6 +146,15 @@ def _built(words, watch, closing):
         detector, state = FailureDetector(processes=()), smalti.RunState(max_steps=0)
         context = Context.of(config, plugins, plan, parallel, detector, state)
         return smalti.training.build_run.build(context, closing)
+
+
+def _pinned(watch) -> int:
+    """Bytes of host memory that were pinned so far. Of fake tensors, torch's allocator would take powers of two."""
+    from smalti_plan.rehearsal.devices import fake_cuda
+    from smalti_plan.rehearsal.devices.fake_cuda import Kind
+
+    own = sum(1 << (size - 1).bit_length() for _, size in watch.pinned)
+    return own + sum(entry.value for entry in fake_cuda.trace() if entry.kind is Kind.PIN)
 
 
 def _load_for_real() -> None:
@@ -296,6 +309,7 @@ def _phase(seen: Rehearsal, name: str, watch, home: int) -> Iterator[None]:
         waits=Counter(operation.where for operation in seen_here if operation.waits),
         switches=[entry.device for entry in trace if entry.kind is Kind.SET_DEVICE and entry.device != home],
         tf32=Counter(operation.tf32 for operation in seen_here if operation.name in ("mm", "addmm", "bmm")),
+        copies=Counter(operation.where for operation in seen_here if operation.name == "copy_"),
         staging=[size for thread, size in pins if watch.threads.get(thread, "").startswith("smalti-save")],
     )
 
