@@ -18,7 +18,8 @@ class Phase:
 
     `waits` counts by function how often the host waited for the device. `switches` are devices other than the rank's own that
     became current. `staging` are the sizes of host memory that the saver's thread has pinned, in bytes. `tf32` counts the
-    products of matrices that may and that may not be computed in TF32. `copies` counts copies by function.
+    products of matrices that may and that may not be computed in TF32. `copies` counts copies by function,
+    `kernels` is how many operations the device had.
     """
 
     waits: Counter = field(default_factory=Counter)
@@ -26,6 +27,7 @@ class Phase:
     staging: list[int] = field(default_factory=list)
     tf32: Counter = field(default_factory=Counter)
     copies: Counter = field(default_factory=Counter)
+    kernels: int = 0
 
 
 @dataclass(kw_only=True)
@@ -309,6 +311,7 @@ def _phase(seen: Rehearsal, name: str, watch, home: int) -> Iterator[None]:
         waits=Counter(operation.where for operation in seen_here if operation.waits),
         switches=[entry.device for entry in trace if entry.kind is Kind.SET_DEVICE and entry.device != home],
         tf32=Counter(operation.tf32 for operation in seen_here if operation.name in ("mm", "addmm", "bmm")),
+        kernels=sum(operation.device is not None for operation in seen_here),
         copies=Counter(operation.where for operation in seen_here if operation.name == "copy_"),
         staging=[size for thread, size in pins if watch.threads.get(thread, "").startswith("smalti-save")],
     )

@@ -1,9 +1,12 @@
 """A small model whose blocks are recomputed, one step of it, and weights that come to it as late as they may."""
 
+from pathlib import Path
+
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from smalti_memory.host_memory import HostMemory
 from smalti_memory.streaming import BlockStream
 
 WIDTH = 8
@@ -39,8 +42,8 @@ class Model(nn.Module):
 class LateStream(BlockStream):
     """Copies arrive as late as they may, and until then a slot holds no numbers: on a CPU, a side stream that takes time."""
 
-    def __init__(self) -> None:
-        super().__init__("cpu")
+    def __init__(self, host: HostMemory | None = None) -> None:
+        super().__init__("cpu", host or HostMemory("cpu", limit=2**30, folder=Path()))
         self.pending: dict[int, torch.Tensor] = {}
 
     def _fetch(self, number):

@@ -58,7 +58,7 @@ def test_a_streamed_run_is_the_resident_run_bit_for_bit(train, resident):
 def test_so_is_one_that_began_resident_with_part_of_the_blocks_streamed_after_resuming(train, resident):
     code, output, directory = train("resumed", max_train_steps=2)
     assert code == 0, output
-    code, output, directory = train("resumed", stream_base=True, resident_gib=1e-5)
+    code, output, directory = train("resumed", stream_base=True, resident_gib=1e-5, pinned_gib=1e-5)
     assert code == 0, output
     assert_alike(directory, resident, STEPS)
 

@@ -1,6 +1,7 @@
 """Streamed weights: the numbers of a resident model, as few copies as there can be, and nothing used after it left."""
 
 import copy
+import errno
 
 import pytest
 import torch
@@ -9,11 +10,11 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from smalti import UserError
-from smalti_memory.streaming import BlockStream
+from smalti_memory.host_memory import HostMemory
 from support.recomputed import WIDTH, LateStream, Model, equal, train_step
 
 
-def pair(depth: int) -> tuple[Model, Model, BlockStream]:
+def pair(depth: int) -> tuple[Model, Model, LateStream]:
     """A model, the same with its blocks streamed, and the stream."""
     torch.manual_seed(depth)
     resident = Model(depth)
@@ -100,7 +101,7 @@ def test_a_frozen_weight_that_two_layers_share_is_copied_once():
 
 
 def test_a_block_that_is_not_recomputed_is_refused_when_it_trains():
-    model, stream = Model(3, recomputes=False), BlockStream("cpu")
+    model, stream = Model(3, recomputes=False), LateStream()
     for block in model.blocks:
         stream.add(block)
     stream.start()
@@ -109,6 +110,30 @@ def test_a_block_that_is_not_recomputed_is_refused_when_it_trains():
     with pytest.raises(UserError, match="Layer trains without recomputing its activations") as caught:
         train_step(model, 0)
     assert "--gradient_checkpointing" in caught.value.fix
+
+
+def test_what_is_beyond_the_limit_of_pinned_memory_is_pages_of_files(tmp_path):
+    resident = Model(6)
+    streamed, block = copy.deepcopy(resident), 1024  # 4 x 256 bytes
+    stream = LateStream(HostMemory("cpu", limit=2 * block + 1, folder=tmp_path))
+    for each in streamed.blocks:
+        stream.add(each)
+    stream.start()
+    assert [len(each.memory) for each in stream._blocks] == [block] * 6
+    assert [each.paged for each in stream._blocks] == [False, False, True, True, True, True]
+    assert (stream.host.pinned, list(tmp_path.iterdir())) == (2 * block, []), "files that are gone with the process"
+    for seed in range(3):
+        assert equal(train_step(streamed, seed), train_step(resident, seed))
+
+
+def test_a_full_disk_is_told_before_anything_is_written(tmp_path, monkeypatch):
+    def full(descriptor, start, size):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("os.posix_fallocate", full)
+    with pytest.raises(UserError, match=r"1.0 KiB of streamed weights cannot be written to .*: No space left") as caught:
+        HostMemory("cpu", limit=0, folder=tmp_path).take(1024)
+    assert "--pinned_gib" in caught.value.fix
 
 
 @pytest.mark.parametrize("precision", ["int8-torchao", "fp8-torchao", "nf4-torchao"])

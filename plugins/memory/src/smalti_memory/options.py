@@ -22,6 +22,15 @@ class MemoryOptions(Options):
         level="advanced",
         ge=0,
     )
+    pinned_gib: float | None = option(
+        None,
+        help="Pinned host memory for each rank's streamed weights, in GiB; the rest is read from a file in the run directory. "
+        "Default: three quarters of the free host memory, shared by the ranks of a node.",
+        tradeoff="less host memory that cannot be swapped, slower copies of what is beyond it",
+        when="stream_base",
+        level="advanced",
+        ge=0,
+    )
 
 
 class ActivationOptions(Options):
