@@ -17,6 +17,9 @@ from smalti_plan.records import Candidate, MemoryParts, PhasePeak, Recompute
 _OF_GRADIENTS = 0.7
 """Gradients of activations in the backward pass of a block that was not counted, as a fraction of what it has kept."""
 
+_NOT_ON_HOST = 3
+"""Inputs of blocks on the device while the others wait in host memory: one in use, two on their way."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Memory:
@@ -52,6 +55,7 @@ class _Formula:
         host = sum(size for part, size in self.held.items() if part in self.strategy.offloaded)
         host += self.frozen if "frozen" in self.strategy.offloaded else 0
         host += 0 if self.run.ema_on_device else self.ema
+        host += self.kept() - self.on_device(self.kept())
         # Ranks share the work of a save, whoever holds a copy; weights are saved in fp32.
         saved = self.model.trained * (4 + self.run.state_bytes + (4 if self.run.ema else 0))
         written = int(saved / self.ranks)
@@ -78,7 +82,7 @@ class _Formula:
         gradients = 0 if "gradients" in self.strategy.offloaded else self.held["gradients"]
         forward = replace(
             resident,
-            activations=self.kept(),
+            activations=self.on_device(self.kept()),
             gathered=self.gathered(),
             temporaries=resident.temporaries + self.copies(whole=True),
             gradients=gradients if self.candidate.accumulation > 1 else resident.gradients,
@@ -105,7 +109,7 @@ class _Formula:
             transient = self.batch * _transient(block, self.candidate.recompute) + self.strategy.reduced_bytes * block.trained
             yield replace(
                 forward,
-                activations=kept,
+                activations=self.on_device(kept),
                 gathered=self.gathered(copies=1),
                 temporaries=int(self.buffers + transient)
                 + (copied if self.candidate.recompute == "none" else self.model.frozen.restoring + own),
@@ -118,6 +122,13 @@ class _Formula:
         """Bytes that the backward pass needs of all samples of a micro-batch, at the end of the forward pass."""
         sample, mode = self.model.sample, self.candidate.recompute
         return int(self.batch * (sample.saved + sum(_kept(block, mode) for block in sample.blocks)))
+
+    def on_device(self, kept: int) -> int:
+        """Of so many bytes, those on the device: all, or what is in use and on its way where they wait in host memory."""
+        if not self.run.activations_on_host or self.candidate.recompute != "full":
+            return kept
+        largest = max((block.inputs for block in self.model.sample.blocks), default=0)
+        return min(kept, int(self.batch * _NOT_ON_HOST * largest))
 
     def gathered(self, copies: int | None = None) -> int:
         """Whole weights of blocks, by default of those in the forward pass; and of what is in no block, which stay."""

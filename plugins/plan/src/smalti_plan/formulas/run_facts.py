@@ -16,6 +16,7 @@ _ADAM_BYTES = 8.0
 @dataclass(frozen=True, kw_only=True)
 class RunFacts:
     """`state_bytes` of the optimizer for each parameter that trains. `ema` and `ema_on_device`: EMA is kept, and where.
+    `activations_on_host`: what recomputation keeps waits in host memory.
 
     `effective_batch` is to be kept by every way to train, `ranks` are those that are configured. `products` is the type of
     matrix products. `notices` say what was assumed.
@@ -27,6 +28,7 @@ class RunFacts:
     products: Products
     effective_batch: int
     ranks: int
+    activations_on_host: bool = False
     notices: tuple[str, ...] = ()
 
     @classmethod
@@ -47,5 +49,6 @@ class RunFacts:
             products=products(config, kind),
             effective_batch=config[DataOptions].train_batch_size * training.gradient_accumulation_steps * data_ranks,
             ranks=launch.num_processes,
+            activations_on_host=bool(config.values().get("offload_activations")),
             notices=tuple(notices),
         )
