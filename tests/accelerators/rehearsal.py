@@ -20,7 +20,7 @@ class Phase:
     loop's thread did for all that was asked in this part. `switches` are devices other than the rank's own that
     became current. `staging` are the sizes of host memory that the saver's thread has pinned, in bytes. `tf32` counts the
     products of matrices that may and that may not be computed in TF32. `kernels` are operations on devices, `touched` the bytes
-    that they read and write.
+    that they read and write. `copies` counts copies by function.
     """
 
     waits: Counter = field(default_factory=Counter)
@@ -29,6 +29,7 @@ class Phase:
     tf32: Counter = field(default_factory=Counter)
     kernels: int = 0
     touched: int = 0
+    copies: Counter = field(default_factory=Counter)
 
 
 @dataclass(kw_only=True)
@@ -44,6 +45,8 @@ class Rehearsal:
     averages: set[str] = field(default_factory=set)
     state: set[tuple[str, str]] = field(default_factory=set)
     resumed_state: set[tuple[str, str]] = field(default_factory=set)
+    built: tuple[int, int] = (0, 0)
+    """Bytes of pinned host memory before the first step, rounded up as torch does, and of parameters in host memory."""
     staged: int = 0
     """Bytes that a save copied to the host."""
     held: list[int] = field(default_factory=list)
@@ -72,6 +75,7 @@ def rehearse(words: Sequence[str], *, rank: int = 1, ranks: int = 8, saves: bool
     seen, watch = Rehearsal(), Watch()
     with ExitStack() as closing:
         run = _built(words, watch, closing)
+        seen.built = _pinned(watch), sum(_bytes(each) for each in run.model.parameters() if each.device.type == "cpu")
         with watch:
             _go_through(run, seen, watch, saves=saves, samples=samples)
     seen.groups = [{name: str(value) for name, value in group.items()} for group in cluster.groups]
@@ -146,6 +150,15 @@ def _built(words, watch, closing):
         detector, state = FailureDetector(processes=()), smalti.RunState(max_steps=0)
         context = Context.of(config, plugins, plan, parallel, detector, state)
         return smalti.training.build_run.build(context, closing)
+
+
+def _pinned(watch) -> int:
+    """Bytes of host memory that were pinned so far. Of fake tensors, torch's allocator would take powers of two."""
+    from smalti_plan.rehearsal.devices import fake_cuda
+    from smalti_plan.rehearsal.devices.fake_cuda import Kind
+
+    own = sum(1 << (size - 1).bit_length() for _, size in watch.pinned)
+    return own + sum(entry.value for entry in fake_cuda.trace() if entry.kind is Kind.PIN)
 
 
 def _load_for_real() -> None:
@@ -314,6 +327,7 @@ def _phase(seen: Rehearsal, name: str, watch, home: int) -> Iterator[None]:
         tf32=Counter(operation.tf32 for operation in seen_here if operation.name in ("mm", "addmm", "bmm")),
         kernels=sum(operation.device is not None for operation in seen_here),
         touched=sum(operation.touched for operation in seen_here if operation.device is not None),
+        copies=Counter(operation.where for operation in seen_here if operation.name == "copy_"),
         staging=[size for thread, size in pins if watch.threads.get(thread, "").startswith("smalti-save")],
     )
 

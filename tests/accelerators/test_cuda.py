@@ -10,7 +10,12 @@ RUNS = {
     "single": {"rank": 0, "ranks": 1},
     "single, checked": {"rank": 0, "ranks": 1, "flags": ["check_before_step"]},
     "fsdp2": {"flags": ["fsdp_enable", "use_ema"], "gradient_accumulation_steps": 2},
-    "offload": {"flags": ["fsdp_enable", "fsdp_cpu_offload", "use_ema"], "gradient_accumulation_steps": 2, "ema_device": "cpu"},
+    "offload": {
+        "flags": ["fsdp_enable", "fsdp_cpu_offload", "use_ema"],
+        "gradient_accumulation_steps": 2,
+        "ema_device": "cpu",
+        "toy_width": 288,
+    },
     "hsdp": {
         "flags": ["fsdp_enable", "fsdp_cpu_ram_efficient_loading"],
         "ranks": 16,
@@ -100,6 +105,12 @@ def test_the_host_waits_for_the_device_no_more_often_than_it_must(seen, request)
 def test_a_sharded_rank_never_holds_the_whole_gradient(seen):
     first, last = seen.held[:2]
     assert first == last, "bytes after the first micro-batch, and after the last one"
+
+
+@pytest.mark.parametrize("seen", ["offload"], indirect=True)
+def test_shards_in_host_memory_pin_what_they_need_and_no_more(seen):
+    pinned, weights = seen.built
+    assert 0 < weights <= pinned <= 1.01 * weights
 
 
 @pytest.mark.parametrize("seen", ["hsdp"], indirect=True)

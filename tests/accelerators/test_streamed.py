@@ -1,4 +1,4 @@
-"""Frozen weights that come from host memory, on a CUDA device that is not there: in order, and without waiting."""
+"""Frozen weights and activations that come from host memory, on a CUDA device that is not there: in order, without waiting."""
 
 import pytest
 
@@ -13,10 +13,20 @@ RUNS = {
         "model_type": "lora",
         "lora_rank": 4,
         "gradient_accumulation_steps": 2,
-    }
+    },
+}
+RUNS["flux, paged"] = {**RUNS["flux"], "pinned_gib": 0}
+RESIDENT = {**RUNS["flux"], "flags": ["gradient_checkpointing"]}
+BLOCKS, SLOTS, MICRO_BATCHES = 4, 2, 2
+WIDE = {"toy_width": 64, "resolution": 64, "train_batch_size": 2, "gradient_accumulation_steps": 2, "saves": False}
+"""The least whose activations are worth a copy."""
+RUNS |= {
+    "activations": {"rank": 0, "ranks": 1, "flags": ["offload_activations", "gradient_checkpointing"], **WIDE},
+    "fsdp2, activations": {"flags": ["offload_activations", "fsdp_enable", "fsdp_activation_checkpointing"], **WIDE},
 }
 
 every_run = pytest.mark.parametrize("seen", RUNS, indirect=True)
+streamed = pytest.mark.parametrize("seen", ["flux", "flux, paged"], indirect=True)
 
 
 @every_run
@@ -29,7 +39,22 @@ def test_the_host_waits_for_the_device_as_often_as_without_it(seen):
     assert seen.waits("third step") == {}
 
 
-@every_run
+@streamed
 def test_what_trains_is_on_the_device_and_what_is_streamed_is_not(seen):
     assert seen.parameters == {"cuda:0", "cpu"}
     assert seen.state == seen.resumed_state == {("exp_avg", "cuda:0"), ("exp_avg_sq", "cuda:0"), ("step", "cuda:0")}
+
+
+@pytest.mark.parametrize("seen", ["activations", "fsdp2, activations"], indirect=True)
+def test_activations_are_copied_to_the_host_and_back(seen):
+    assert seen.phases["second step"].copies["activations.ActivationOffload._copy"] >= 2 * 2
+
+
+@pytest.mark.parametrize("seen", ["flux"], indirect=True)
+def test_a_step_has_hardly_more_kernels_and_as_few_copies_as_there_can_be(seen, rehearsed, pipeline):
+    options = RESIDENT | {"saves": False} | pipeline("flux")
+    resident = rehearsed(*options.pop("flags"), **{name: value for name, value in options.items() if name != "family"})
+    step = seen.phases["second step"]
+    copies = step.copies["streaming.BlockStream._fetch"]
+    assert copies == MICRO_BATCHES * 2 * (BLOCKS - SLOTS)
+    assert step.kernels - copies <= 1.02 * resident.phases["second step"].kernels

@@ -20,7 +20,7 @@ from smalti_plan.rehearsal.devices import fake_cuda
 
 aten = torch.ops.aten
 _COPIES = (aten._to_copy.default, aten.copy_.default, aten._foreach_copy_.default)
-_PACKAGES = ("smalti", "smalti_fsdp2", "smalti_deepspeed", "smalti_diffusers", "smalti_optimizers")
+_PACKAGES = ("smalti", "smalti_fsdp2", "smalti_deepspeed", "smalti_diffusers", "smalti_optimizers", "smalti_memory")
 _NUMPY = {torch.uint8: np.uint8, torch.float32: np.float32, torch.int64: np.int64}
 _PIN = (aten._pin_memory.default, aten.pin_memory.default)
 
@@ -172,8 +172,19 @@ class _OfThread(threading.local):
 def install() -> None:
     """For the rest of the process: fake tensors are zeros to numpy, and modules can move fake parameters.
 
-    torch would swap those in place, and cannot.
+    torch would swap those in place, and cannot. Fake memory that is registered is known as pinned.
     """
+    from smalti.checkpoint import Arena
+
+    register = Arena._register
+
+    def registered(arena, length):
+        register(arena, length)
+        if _is_fake(arena._memory) and length:
+            watch = arena._memory.fake_mode
+            watch._pinned.add(watch._number_of(arena._memory))
+
+    Arena._register = registered
     own = Tensor.numpy
     Tensor.numpy = lambda self, **more: np.zeros(self.shape, _NUMPY[self.dtype]) if _is_fake(self) else own(self, **more)
     nn.Module._apply = _apply

@@ -1,6 +1,7 @@
 """Streamed weights: the numbers of a resident model, as few copies as there can be, and nothing used after it left."""
 
 import copy
+import errno
 
 import pytest
 import torch
@@ -9,79 +10,19 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from smalti import UserError
-from smalti_memory.streaming import BlockStream
-
-WIDTH = 8
-
-
-class Layer(nn.Module):
-    """A frozen product and one that trains beside it, as with LoRA; the norm's weight is frozen too."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.base, self.norm = nn.Linear(WIDTH, WIDTH).requires_grad_(False), nn.LayerNorm(WIDTH).requires_grad_(False)
-        self.adapter = nn.Linear(WIDTH, WIDTH, bias=False)
-
-    def forward(self, values):
-        return values + torch.tanh(self.base(self.norm(values)) + self.adapter(values))
+from smalti_memory.host_memory import HostMemory
+from support.recomputed import WIDTH, LateStream, Model, equal, train_step
 
 
-class Model(nn.Module):
-    def __init__(self, depth: int, *, recomputes: bool = True) -> None:
-        super().__init__()
-        self.first = nn.Linear(WIDTH, WIDTH)
-        self.blocks = nn.ModuleList(Layer() for _ in range(depth))
-        self.recomputes = recomputes
-
-    def forward(self, values, order=None):
-        values = self.first(values)
-        for number in range(len(self.blocks)) if order is None else order:
-            block = self.blocks[number]
-            values = checkpoint(block, values, use_reentrant=False) if self.recomputes else block(values)
-        return values
-
-
-class Late(BlockStream):
-    """Copies arrive as late as they may, and until then a slot holds no numbers: on a CPU, a side stream that takes time."""
-
-    def __init__(self) -> None:
-        super().__init__("cpu")
-        self.pending: dict[int, torch.Tensor] = {}
-
-    def _fetch(self, number):
-        slot = super()._fetch(number)
-        self.pending[slot.number] = self._blocks[number].memory
-        slot.memory.fill_(255)  # NaN in every floating-point type
-        return slot
-
-    def _enter(self, number, module, inputs):
-        super()._enter(number, module, inputs)
-        slot = self._slot_of(number)
-        if (memory := self.pending.pop(slot.number, None)) is not None:
-            slot.memory[: len(memory)].copy_(memory)
-
-
-def pair(depth: int) -> tuple[Model, Model, BlockStream]:
+def pair(depth: int) -> tuple[Model, Model, LateStream]:
     """A model, the same with its blocks streamed, and the stream."""
     torch.manual_seed(depth)
     resident = Model(depth)
-    streamed, stream = copy.deepcopy(resident), Late()
+    streamed, stream = copy.deepcopy(resident), LateStream()
     for block in streamed.blocks:
         stream.add(block)
     stream.start()
     return resident, streamed, stream
-
-
-def train_step(model: Model, seed: int, order=None) -> dict[str, torch.Tensor]:
-    """The loss and the gradients."""
-    model.zero_grad()
-    loss = model(torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(seed)), order).square().mean()
-    loss.backward()
-    return {"loss": loss.detach(), **{name: each.grad for name, each in model.named_parameters() if each.grad is not None}}
-
-
-def equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
-    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3, 7])
@@ -150,7 +91,7 @@ def test_a_frozen_weight_that_two_layers_share_is_copied_once():
     resident = Model(3)
     for block in resident.blocks:
         block.norm.weight = block.norm.bias
-    streamed, stream = copy.deepcopy(resident), Late()
+    streamed, stream = copy.deepcopy(resident), LateStream()
     for block in streamed.blocks:
         stream.add(block)
     stream.start()
@@ -160,7 +101,7 @@ def test_a_frozen_weight_that_two_layers_share_is_copied_once():
 
 
 def test_a_block_that_is_not_recomputed_is_refused_when_it_trains():
-    model, stream = Model(3, recomputes=False), BlockStream("cpu")
+    model, stream = Model(3, recomputes=False), LateStream()
     for block in model.blocks:
         stream.add(block)
     stream.start()
@@ -169,6 +110,30 @@ def test_a_block_that_is_not_recomputed_is_refused_when_it_trains():
     with pytest.raises(UserError, match="Layer trains without recomputing its activations") as caught:
         train_step(model, 0)
     assert "--gradient_checkpointing" in caught.value.fix
+
+
+def test_what_is_beyond_the_limit_of_pinned_memory_is_pages_of_files(tmp_path):
+    resident = Model(6)
+    streamed, block = copy.deepcopy(resident), 1024  # 4 x 256 bytes
+    stream = LateStream(HostMemory("cpu", limit=2 * block + 1, folder=tmp_path))
+    for each in streamed.blocks:
+        stream.add(each)
+    stream.start()
+    assert [len(each.memory) for each in stream._blocks] == [block] * 6
+    assert [each.paged for each in stream._blocks] == [False, False, True, True, True, True]
+    assert (stream.host.pinned, list(tmp_path.iterdir())) == (2 * block, []), "files that are gone with the process"
+    for seed in range(3):
+        assert equal(train_step(streamed, seed), train_step(resident, seed))
+
+
+def test_a_full_disk_is_told_before_anything_is_written(tmp_path, monkeypatch):
+    def full(descriptor, start, size):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("os.posix_fallocate", full)
+    with pytest.raises(UserError, match=r"1.0 KiB of streamed weights cannot be written to .*: No space left") as caught:
+        HostMemory("cpu", limit=0, folder=tmp_path).take(1024)
+    assert "--pinned_gib" in caught.value.fix
 
 
 @pytest.mark.parametrize("precision", ["int8-torchao", "fp8-torchao", "nf4-torchao"])
@@ -189,7 +154,7 @@ def test_quantised_weights_are_streamed_as_they_are_kept(precision):
     blocks = [Wide() for _ in range(4)]
     for block in blocks:
         block.base.weights_loaded()
-    values, stream, results = torch.randn(4, 128, dtype=torch.bfloat16), Late(), []
+    values, stream, results = torch.randn(4, 128, dtype=torch.bfloat16), LateStream(), []
     for streams in (False, True):
         if streams:
             for block in blocks:

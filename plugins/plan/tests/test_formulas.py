@@ -41,6 +41,14 @@ def test_ema_counts_where_it_is_kept():
     assert on_host.resident_host - on_device.resident_host == 4 * MODEL.trained
 
 
+def test_activations_that_wait_in_host_memory_count_there():
+    on_host = replace(RUN, activations_on_host=True)
+    there, here = (counted(WHOLE, "full", run=run).counted.phases["forward"] for run in (on_host, RUN))
+    assert there.device.activations < here.device.activations
+    assert there.host - here.host == here.device.activations - there.device.activations
+    assert counted(WHOLE, run=on_host).counted == counted(WHOLE).counted, "only what recomputation keeps"
+
+
 def test_recomputation_trades_memory_for_time():
     found = [counted(sharded(8), mode) for mode in ("none", "selective", "full")]
     peaks, seconds = [each.counted.peak.total for each in found], [each.seconds for each in found]

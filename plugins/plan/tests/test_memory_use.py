@@ -89,6 +89,11 @@ def test_what_saves_most_comes_first_with_what_it_saves():
             {"model_type": "lora", "base_model_precision": "no_change"},
             "--base_model_precision=nf4-torchao: saves up to 6.00 GiB of frozen weights",
         ),
+        (
+            {},
+            {"gradient_checkpointing": True, "offload_activations": False},
+            "--offload_activations: inputs of blocks wait in host memory",
+        ),
         ({}, {"lora_rank": 16}, "--model_type=lora: trains an adapter, saves almost all of 40.00 GiB"),
         ({"idle": 9 * GIB}, {}, "PYTORCH_ALLOC_CONF=expandable_segments:True in the environment: 9.00 GiB lie idle in pieces"),
         ({}, {"train_batch_size": 3}, "--train_batch_size=1 --gradient_accumulation_steps=6: saves about 16.00 GiB"),
@@ -111,6 +116,7 @@ def test_a_limit_of_the_size_of_the_card_is_offered_last_and_a_smaller_one_where
     [
         ({}, {"gradient_checkpointing": True}, "gradient_checkpointing"),
         ({"recomputes": False}, {}, "gradient_checkpointing"),
+        ({}, {"offload_activations": False}, "offload_activations"),
         ({}, {"train_batch_size": 1}, "train_batch_size"),
         ({"phase": "optimizer step"}, {}, "train_batch_size"),
         ({}, {"ema_device": "cpu"}, "ema_device"),

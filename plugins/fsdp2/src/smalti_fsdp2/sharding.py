@@ -67,7 +67,7 @@ def shard(model: nn.Module, chosen: Sequence[Unit], mesh: DeviceMesh, options: F
     """Turn the parameters of a model, which may be on the meta device, into DTensors over `mesh`. *Collective*."""
     policy = precision(options, bf16=bf16)
     on_cpu = mesh.device_type == "cpu"
-    offload = CPUOffloadPolicy() if options.fsdp_cpu_offload and not on_cpu else OffloadPolicy()
+    offload = CPUOffloadPolicy(pin_memory=False) if options.fsdp_cpu_offload and not on_cpu else OffloadPolicy()
     for unit, module in modules(model, chosen):
         fully_shard(module, mesh=mesh, reshard_after_forward=unit.reshard, mp_policy=policy, offload_policy=offload)
     fully_shard(model, mesh=mesh, mp_policy=policy, offload_policy=offload)

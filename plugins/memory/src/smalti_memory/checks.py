@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from smalti import Config, Problem
 from smalti.config import LaunchOptions, ModelOptions, cuda_graph_problem
-from smalti_memory.options import MemoryOptions
+from smalti_memory.options import ActivationOptions, MemoryOptions
 
 
 def problems(config: Config) -> list[Problem]:
@@ -21,3 +21,14 @@ def problems(config: Config) -> list[Problem]:
         found.append(Problem(message=message, where=where, fix="--gradient_checkpointing, or --no_stream_base"))
     graphs = cuda_graph_problem(config[LaunchOptions], "with stream_base: weights move between places in memory")
     return found if graphs is None else [*found, graphs]
+
+
+def activation_problems(config: Config) -> list[Problem]:
+    """Of a run that keeps activations in host memory."""
+    if config[ActivationOptions].offload_activations and not (
+        config[ModelOptions].gradient_checkpointing or config.values().get("fsdp_activation_checkpointing")
+    ):
+        message = "offload_activations needs recomputation: without it, blocks keep far more than their inputs"
+        fix = "--gradient_checkpointing, or --no_offload_activations"
+        return [Problem(message=message, where=config.source("offload_activations"), fix=fix)]
+    return []

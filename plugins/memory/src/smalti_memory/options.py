@@ -22,3 +22,21 @@ class MemoryOptions(Options):
         level="advanced",
         ge=0,
     )
+    pinned_gib: float | None = option(
+        None,
+        help="Pinned host memory for each rank's streamed weights, in GiB; the rest is read from a file in the run directory. "
+        "Default: three quarters of the free host memory, shared by the ranks of a node.",
+        tradeoff="less host memory that cannot be swapped, slower copies of what is beyond it",
+        when="stream_base",
+        level="advanced",
+        ge=0,
+    )
+
+
+class ActivationOptions(Options):
+    offload_activations: bool = option(
+        False,
+        help="Keep the inputs of recomputed blocks in host memory until the backward pass needs them.",
+        tradeoff="memory for activations, two copies of each over the bus, beside computation",
+        level="advanced",
+    )

@@ -1,9 +1,9 @@
 """Frozen weights that are in host memory and come to the device block by block, just before each block computes.
 
 The frozen tensors of a block are one range of host memory, pinned where that is possible, and arrive as one copy in one of a
-few slots on the device. While a block computes, the next one is copied on a side stream: the following one in a forward pass,
-the one before it where activations are recomputed in the backward pass. What a slot holds at a turn is used again first, so a
-step copies every block twice, less the slots of each turn.
+few slots on the device. What is not pinned passes through another range that is. While a block computes, the next one is copied
+on a side stream: the following one in a forward pass, the one before it where activations are recomputed in the backward pass.
+What a slot holds at a turn is used again first, so a step copies every block twice, less the slots of each turn.
 
 Which block follows is learned from the order of calls. It decides only what is copied ahead: a block that is not there when it
 is called is copied then.
@@ -23,8 +23,9 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from smalti import UserError
-from smalti.checkpoint import Arena
 from smalti.parallel import side_stream
+from smalti_memory.activations import keeps_all
+from smalti_memory.host_memory import HostMemory
 from smalti_memory.options import SLOTS
 
 _ALIGNMENT = 256
@@ -47,6 +48,8 @@ class _Home:
 class _Block:
     memory: Tensor
     """The block's range of host memory, (bytes,)."""
+    paged: bool
+    """It is the pages of a file."""
     homes: list[_Home]
     there: dict[int, list[Tensor]] = field(default_factory=dict)
     """By slot, the tensors of `homes` in it."""
@@ -70,12 +73,13 @@ class _Call:
 class BlockStream:
     """Streams the frozen weights of blocks to `device`. First `add` each block, then `start`.
 
-    `copied` counts the bytes that were sent to the device.
+    `copied` counts the bytes that were sent to the device. `host` is the memory that they come from.
     """
 
-    def __init__(self, device: str) -> None:
+    def __init__(self, device: str, host: HostMemory) -> None:
         self.device = torch.device(device)
         self.copied = 0
+        self.host = host
         self._blocks: list[_Block] = []
         self._modules: list[nn.Module] = []
         self._slots: list[_Slot] = []
@@ -83,6 +87,10 @@ class BlockStream:
         self._next: dict[tuple[bool, int], int] = {}
         self._before: dict[int, int] = {}
         self._last: _Call | None = None
+        self._passage: Tensor | None = None
+        """Pinned memory through which pages of files go to the device."""
+        self._passed: torch.Event | None = None
+        """When it is free again."""
 
     def add(self, module: nn.Module) -> None:
         """Move the frozen tensors of a block with values to host memory; parameters that train and buffers stay where they are.
@@ -92,20 +100,22 @@ class BlockStream:
         frozen, layout = list(_frozen(module)), _Layout()
         tensors = {id(tensor): tensor for _, _, tensor in frozen}
         made = {key: layout.place(tensor) for key, tensor in tensors.items()}  # once, where two modules share one
-        memory = Arena([layout.size], self.device.type).take(torch.Size([layout.size]), torch.uint8)
+        memory, paged = self.host.take(layout.size)
         layout.fill(memory)
         here = {key: _like(tensor, made[key](memory)) for key, tensor in tensors.items()}
         homes = []
         for table, name, tensor in frozen:
             table[name] = here[id(tensor)]
             homes.append(_Home(table=table, name=name, tensor=here[id(tensor)], put_together=made[id(tensor)]))
-        self._blocks.append(_Block(memory=memory, homes=homes))
+        self._blocks.append(_Block(memory=memory, paged=paged, homes=homes))
         self._modules.append(module)
 
     def start(self) -> None:
         """Allocate the slots; from here on each block fetches its weights when it is called."""
         largest = max((len(block.memory) for block in self._blocks), default=0)
         self._stream = side_stream(str(self.device))
+        if self._stream is not None and (paged := [len(block.memory) for block in self._blocks if block.paged]):
+            self._passage = self.host.pin(max(paged))
         for number in range(min(SLOTS, len(self._blocks))):
             self._slots.append(_Slot(number=number, memory=torch.empty(largest, dtype=torch.uint8, device=self.device)))
         for number, module in enumerate(self._modules):
@@ -114,7 +124,7 @@ class BlockStream:
     def _enter(self, number: int, module: nn.Module, inputs: object) -> None:
         """A block is about to compute: its weights arrive, and those of the next one are sent for."""
         call = _Call(number, torch._C._current_graph_task_id() != -1, torch.is_grad_enabled())
-        if call.trains and not call.recomputes and torch._C._autograd._top_saved_tensors_default_hooks(True) is None:
+        if call.trains and not call.recomputes and keeps_all():
             raise UserError(
                 f"{type(module).__name__} trains without recomputing its activations, so its weights cannot be streamed",
                 fix="a model whose blocks are recomputed with --gradient_checkpointing, or --no_stream_base",
@@ -151,10 +161,13 @@ class BlockStream:
         if self._stream is None:
             target.copy_(block.memory)
         else:
+            source = self._pinned(block)
             self._stream.wait_stream(torch.accelerator.current_stream(self.device))
             with self._stream:
-                target.copy_(block.memory, non_blocking=True)
+                target.copy_(source, non_blocking=True)
             slot.arrived = self._stream.record_event()
+            if block.paged:
+                self._passed = slot.arrived
         self.copied += len(block.memory)
         slot.holds = number
         if slot.number not in block.there:
@@ -162,6 +175,14 @@ class BlockStream:
         for home, tensor in zip(block.homes, block.there[slot.number], strict=True):
             home.table[home.name] = tensor
         return slot
+
+    def _pinned(self, block: _Block) -> Tensor:
+        """The block's range, or a copy of it in pinned memory. The host waits until what passed there before has arrived."""
+        if not block.paged or self._passage is None:
+            return block.memory
+        if self._passed is not None:
+            self._passed.synchronize()
+        return self._passage[: len(block.memory)].copy_(block.memory)
 
 
 def _frozen(module: nn.Module) -> Iterator[tuple[MutableMapping[str, Any], str, Tensor]]:

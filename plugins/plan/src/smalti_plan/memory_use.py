@@ -135,6 +135,8 @@ def _for_activations(use: MemoryUse) -> Iterator[tuple[int, str]]:
         name = "gradient_checkpointing" if use.replicated else "fsdp_activation_checkpointing"
         if name in options:
             yield rest, f"--{name}: saves {much}, steps take about a third longer"
+    if recomputed and options.get("offload_activations") is False:
+        yield rest // 2, "--offload_activations: inputs of blocks wait in host memory, copied beside computation"
     batch, accumulation = options.get("train_batch_size"), options.get("gradient_accumulation_steps")
     if isinstance(batch, int) and isinstance(accumulation, int) and batch > 1:
         smaller = batch // 2 if batch % 2 == 0 else 1

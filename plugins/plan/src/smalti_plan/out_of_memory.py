@@ -21,7 +21,7 @@ from smalti_plan.memory_use import MemoryUse, amounts, out_of_memory_message, re
 _OPTIONS = (
     *("gradient_checkpointing", "fsdp_activation_checkpointing", "train_batch_size", "gradient_accumulation_steps"),
     *("validation_batch_size", "ema_device", "fsdp_enable", "fsdp_cpu_offload", "fsdp_version", "deepspeed_config"),
-    *("optimizer", "base_model_precision", "model_type", "lora_rank", "fit"),
+    *("optimizer", "base_model_precision", "model_type", "lora_rank", "offload_activations", "fit"),
 )
 _PHASES = {
     "smalti_validation.validation": "sampling of validation images",

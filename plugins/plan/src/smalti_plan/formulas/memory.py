@@ -18,6 +18,9 @@ from smalti_plan.records import Candidate, MemoryParts, PhasePeak, Recompute
 _OF_GRADIENTS = 0.7
 """Gradients of activations in the backward pass of a block that was not counted, as a fraction of what it has kept."""
 
+_NOT_ON_HOST = 3
+"""Inputs of blocks on the device while the others wait in host memory: one in use, two on their way."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Memory:
@@ -58,7 +61,7 @@ class _Formula:
         resident = self.between()
         host = sum(size for part, size in self.held.items() if part in self.strategy.offloaded)
         host += self.streamed
-        host += sum(self.inputs()) - self.on_device(self.inputs()) if "activations" in self.strategy.offloaded else 0
+        host += sum(self.inputs()) - self.on_device(self.inputs())
         host += 0 if self.run.ema_on_device else self.ema
         # Ranks share the work of a save, whoever holds a copy.
         saved = self.model.trained * ((2 if self.run.bf16_weights else 4) + self.run.state_bytes + (4 if self.run.ema else 0))
@@ -135,8 +138,9 @@ class _Formula:
         return [int(self.batch * _kept(block, self.candidate.recompute)) for block in self.model.sample.blocks]
 
     def on_device(self, inputs: Sequence[int]) -> int:
-        """What the device holds of what blocks keep: all of it, or that of two of them."""
-        return sum(sorted(inputs)[-2:] if "activations" in self.strategy.offloaded else inputs)
+        """What the device holds of what blocks keep: all, or what is in use and on its way where the others wait on the host."""
+        waits = self.run.activations_on_host or "activations" in self.strategy.offloaded
+        return sum(sorted(inputs)[-_NOT_ON_HOST:] if waits and self.candidate.recompute == "full" else inputs)
 
     def gathered(self, copies: int | None = None) -> int:
         """Whole weights of blocks, by default of those in the forward pass; and of what is in no block, which stay."""

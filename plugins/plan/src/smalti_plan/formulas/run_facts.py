@@ -21,7 +21,7 @@ class RunFacts:
     `ema_on_device`: EMA is kept, and where.
 
     `bf16_weights`: weights that train are kept in bf16, with their gradients. `releases_gradients`: each is freed in the
-    backward pass.
+    backward pass. `activations_on_host`: what recomputation keeps waits in host memory.
 
     `effective_batch` is to be kept by every way to train, `ranks` are those that are configured. `products` is the type of
     matrix products. `notices` say what was assumed.
@@ -33,6 +33,7 @@ class RunFacts:
     products: Products
     effective_batch: int
     ranks: int
+    activations_on_host: bool = False
     notices: tuple[str, ...] = ()
     factors: int = 0
     bf16_weights: bool = False
@@ -59,6 +60,7 @@ class RunFacts:
             products=products(config, kind),
             effective_batch=config[DataOptions].train_batch_size * training.gradient_accumulation_steps * data_ranks,
             ranks=launch.num_processes,
+            activations_on_host=bool(config.values().get("offload_activations")),
             notices=tuple(notices),
             factors=entry.factors,
             bf16_weights=given.get("weights_dtype") == "bf16",

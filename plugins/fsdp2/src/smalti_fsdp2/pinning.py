@@ -1,0 +1,46 @@
+"""Shards in host memory: those of one group in one piece of pinned memory of exactly their size.
+
+torch pins tensor by tensor and rounds each up to a power of two, half as much again for the weights of a large model.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from smalti.checkpoint import Arena
+
+
+@torch.no_grad()
+def pin_shards(model: nn.Module, kind: str) -> None:
+    """Move the shards of a model to pinned memory, for copies to this kind of device; they have no values after it.
+
+    Memory that the system refuses to pin is used as it is. So are the shards where torch has no such internals.
+    """
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            for group in _groups(module):
+                _pin(group.fsdp_params, kind)
+
+
+def _groups(module: FSDPModule) -> list[Any]:
+    state: Any = module._get_fsdp_state()
+    if (groups := getattr(state, "_fsdp_param_groups", None)) is not None:
+        return list(groups)
+    group = getattr(state, "_fsdp_param_group", None)
+    return [] if group is None else [group]
+
+
+def _pin(parameters: list[Any], kind: str) -> None:
+    """`parameters` are torch's records of the parameters of one group, whose shards are in ordinary memory."""
+    arena = Arena([each._sharded_param_data.nbytes for each in parameters], kind)
+    for each in parameters:
+        flat = arena.take(each._sharded_param_data.shape, each._sharded_param_data.dtype).zero_()  # shards may be padded
+        local, dimension = each.sharded_param._local_tensor, each.fsdp_placement.dim
+        length = local.size(dimension) if local.numel() else 0
+        each._sharded_param_data = flat
+        each.sharded_param._local_tensor = flat.view(each.padded_sharded_param_size).narrow(dimension, 0, length)
+        each.pin_memory = flat.is_pinned()  # gradients are copied to pinned memory then, without waiting
