@@ -46,6 +46,10 @@ fsdp_enable = true
 num_processes = 8
 """
 """A model that is planned and not trained. Those of diffusers need the network."""
+SHORTEN = """home => {
+    const texts = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
+    while (texts.nextNode()) texts.currentNode.data = texts.currentNode.data.replaceAll(home, "~");
+}"""
 
 
 def main(target: Path) -> None:
@@ -62,7 +66,7 @@ def main(target: Path) -> None:
             server = smalti("ui", str(runs), "--port=0", "--no_open", "--json", cwd=folder, stdout=subprocess.PIPE)
             assert server.stdout is not None
             link = json.loads(server.stdout.readline())["url"]
-            take(link, draft, runs / "faces", target)
+            take(link, draft, folder, target)
         finally:
             for process in (run, server):
                 process.terminate()
@@ -82,29 +86,30 @@ def wait_for(directory: Path, step: int) -> str:
     return str(json.loads((directory / "run.json").read_text())["id"])
 
 
-def take(link: str, draft: str, directory: Path, target: Path) -> None:
+def take(link: str, draft: str, home: Path, target: Path) -> None:
     with sync_playwright() as driver:
         browser = driver.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox", "--disable-gpu"])
         page = browser.new_page(viewport={"width": 1280, "height": 860}, base_url=link.partition("/runs")[0])
         page.goto(link)
-        identity = wait_for(directory, STEP)
+        identity = wait_for(home / "runs" / "faces", STEP)
         page.goto(f"/runs/{identity}")
-        shoot(page, target / "watch.png")
+        shoot(page, target / "watch.png", home)
         page.goto(f"/configs/{draft}")
-        shoot(page, target / "configure.png")
+        shoot(page, target / "configure.png", home)
         page.goto(f"/hardware/{draft}")
         page.get_by_label("Device", exact=True).select_option("h100-80g")
         page.get_by_label("Number of devices").fill("8")
         page.get_by_role("button", name="Plan", exact=True).click()
         page.locator("#plan table").first.wait_for(timeout=300_000)
         page.evaluate("document.querySelector('#plan').closest('section').scrollIntoView()")
-        shoot(page, target / "plan.png")
+        shoot(page, target / "plan.png", home)
         browser.close()
 
 
-def shoot(page: Any, path: Path) -> None:
-    """Write what is visible, in few colours, so that the file is small."""
+def shoot(page: Any, path: Path, home: Path) -> None:
+    """Write what is visible, in few colours, so that the file is small. The folder `home` is shown as ~."""
     page.wait_for_timeout(1500)
+    page.evaluate(SHORTEN, str(home))
     with Image.open(BytesIO(page.screenshot())) as image:
         image.convert("RGB").quantize(COLOURS, dither=Image.Dither.NONE).save(path, optimize=True)
 

@@ -238,6 +238,23 @@ def test_a_moment_that_is_missing_among_others_is_an_error(tmp_path):
         load(path, target, ALONE)
 
 
+@pytest.mark.parametrize("key", ["step", "exp_avg_sq"])
+def test_a_count_or_a_mean_of_squares_that_is_negative_is_refused(tmp_path, key):
+    moments = {"exp_avg_sq": torch.ones(3), "step": torch.tensor(5.0)}
+    moments[key] = moments[key] - 100
+    path = save(tmp_path, snapshot(optimizer="AdamW", moments={"w": moments}, w=torch.ones(3)), ALONE).path
+    with pytest.raises(CheckpointError, match=rf"{key} of w in the optimizer state is negative"):
+        load(path, snapshot(optimizer="AdamW", w=torch.zeros(3)), ALONE)
+
+
+def test_a_parameter_group_without_settings_is_refused(tmp_path):
+    state = snapshot(optimizer="AdamW", moments=adam(), w=torch.ones(2))
+    state.state.param_groups = [{}]
+    path = save(tmp_path, state, ALONE).path
+    with pytest.raises(CheckpointError, match="the optimizer state has no settings"):
+        load(path, snapshot(optimizer="AdamW", w=torch.zeros(2)), ALONE)
+
+
 def test_a_moment_of_an_unknown_parameter_is_an_error(tmp_path):
     moments = adam() | {"gone": {"exp_avg": torch.ones(2)}}
     path = save(tmp_path, snapshot(optimizer="AdamW", moments=moments, w=torch.ones(2)), ALONE).path

@@ -19,12 +19,11 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import WriteItem
-from torch.distributed.tensor import DTensor
 
 from smalti.checkpoint.dtypes import NAMES
 from smalti.checkpoint.format.safetensors_layout import Chunk, join
 from smalti.errors import CheckpointError
-from smalti.parallel import Communicator, run_on_all_ranks
+from smalti.parallel import Communicator, local_part, run_on_all_ranks
 
 Chunks = dict[str, Chunk]
 """One rank's chunks by tensor name; a rank holds at most one chunk of a tensor."""
@@ -169,8 +168,7 @@ def check_complete(held: Sequence[Chunks], tensors: Mapping[str, Tensor]) -> Non
 
 def memory(tensor: Tensor) -> memoryview:
     """Returns the bytes of this rank's part of a tensor, row by row; copies only if it is not contiguous on the CPU."""
-    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    return local.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+    return local_part(tensor).detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
 def _chunk(item: WriteItem) -> Chunk:

@@ -30,11 +30,14 @@ from smalti.parallel import (
     FlatRange,
     PortableState,
     RankError,
+    local_part,
     named_state,
     regrouped,
     run_on_all_ranks,
     shape_of,
 )
+
+_NEVER_NEGATIVE = ("step", "exp_avg_sq", "max_exp_avg_sq")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,6 +126,7 @@ def _load(path: Path, snapshot: Snapshot) -> Loaded:
         _compare_param_groups(state.param_groups, target.param_groups)
     for group, tensors in wanted.items():
         _fill(path / group, tensors)
+    _check_signs(wanted.get("optimizer", {}))
     if same:
         target.optimizer_state, target.param_groups = optimizer_state, regrouped(state.param_groups, target.param_groups)
     return Loaded(
@@ -192,13 +196,24 @@ def compare(
 
 
 def _compare_param_groups(saved: Sequence[Mapping[str, object]], current: Sequence[Mapping[str, object]]) -> None:
-    """Raises CheckpointError for a saved hyper-parameter with another type than the optimizer's own."""
+    """Raises CheckpointError for a saved group without any, and for one of another type than the optimizer's own."""
+    if not all(saved):
+        raise CheckpointError("the optimizer state has no settings", fix="resume from another one")
     for number, (saved_group, current_group) in enumerate(zip(saved, current, strict=False)):
         for key in sorted(saved_group.keys() & current_group.keys()):
             if _kind(saved_group[key]) != _kind(current_group[key]) and None not in (saved_group[key], current_group[key]):
                 found, expected = saved_group[key], current_group[key]
                 problem = f"optimizer.settings[{number}].{key} is {found!r}, where the optimizer has {expected!r}"
                 raise CheckpointError(f"{STATE} is malformed: {problem}", fix="choose another checkpoint")
+
+
+def _check_signs(state: Mapping[str, Tensor]) -> None:
+    """Raises CheckpointError for a count or a mean of squares that is negative in this rank's part of it."""
+    for full_name, tensor in state.items():
+        name, _, key = full_name.rpartition(".")
+        part = local_part(tensor)
+        if key in _NEVER_NEGATIVE and type(part) in (Tensor, FlatRange) and part.numel() and part.min() < 0:
+            raise CheckpointError(f"{key} of {name} in the optimizer state is negative", fix="resume from another one")
 
 
 def _kind(value: object) -> type:

@@ -13,11 +13,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from smalti.checkpoint.planning import plan_on_all_ranks
 from smalti.checkpoint.snapshot import Snapshot
-from smalti.parallel import Communicator, pins_memory, side_stream
+from smalti.parallel import Communicator, local_part, pins_memory, side_stream
 
 _ALIGNMENT = 64
 _PORTABLE = 1
@@ -96,11 +95,11 @@ class Staging:
         tensors = snapshot.tensors()
         mine = plan_on_all_ranks(communicator, tensors).mine
         written = {name: tensor.detach() for name, tensor in tensors.items() if name in mine}
-        parts = {name: _local(tensor) for name, tensor in written.items()}
+        parts = {name: local_part(tensor) for name, tensor in written.items()}
         self._allocate(written, parts)
         with self._stream or nullcontext():
             for name, buffer in self._buffers.items():
-                _local(buffer).copy_(parts[name], non_blocking=self._stream is not None)
+                local_part(buffer).copy_(parts[name], non_blocking=self._stream is not None)
         if self._stream is not None:
             self._stream.synchronize()
         other = {name: torch.empty_like(tensor, device="meta") for name, tensor in tensors.items() if name not in mine}
@@ -126,7 +125,7 @@ class Staging:
         buffer = torch.empty_like(like, device="cpu", requires_grad=False)
         if self._arena is not None and like.device.type != "cpu":
             # The pages of its own memory were not touched yet.
-            local = buffer.to_local() if isinstance(buffer, DTensor) else buffer
+            local = local_part(buffer)
             memory = self._arena.take(local.shape, local.dtype)
             local.set_(memory.as_strided(local.shape, local.stride()))  # type: ignore[call-overload]
         return buffer
@@ -137,7 +136,3 @@ def frozen(snapshot: Snapshot, names: Collection[str]) -> Snapshot:
     model = snapshot.state.model
     copies = {f"model/{name}": model[name].detach().clone() for name in names if name in model}
     return snapshot.replaced(snapshot.tensors() | copies)
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

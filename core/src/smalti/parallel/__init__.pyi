@@ -45,7 +45,11 @@ from .precision import (
     is_rocm as is_rocm,
     products as products,
 )
-from .process_group import ProcessGroupParallel as ProcessGroupParallel, ReplicatedParallel as ReplicatedParallel
+from .process_group import (
+    ProcessGroupParallel as ProcessGroupParallel,
+    ReplicatedParallel as ReplicatedParallel,
+    local_part as local_part,
+)
 from .protocol import (
     AbortableCommunicator as AbortableCommunicator,
     Communicator as Communicator,

@@ -37,6 +37,11 @@ threads, one of which may wait for the GIL to release a tensor (torch 2.13, pyto
 """
 
 
+def local_part(tensor: Tensor) -> Tensor:
+    """This rank's part of a sharded tensor, which shares memory with it; a plain tensor as it is."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
 class ProcessGroupParallel(ABC):
     """Joins the process group that the launcher's environment describes, and trains with an ordinary torch optimizer.
 
@@ -128,8 +133,7 @@ class ProcessGroupParallel(ABC):
     def clip_gradient_values(self, limit: float) -> Tensor:
         """For gradients that are in `parameter.grad`, whole or sharded: each rank clamps its part."""
         norm = self.clip_gradients(0.0)
-        found = (parameter.grad for parameter in self.parameters)
-        gradients = [each.to_local() if isinstance(each, DTensor) else each for each in found if each is not None]
+        gradients = [local_part(parameter.grad) for parameter in self.parameters if parameter.grad is not None]
         if limit > 0 and gradients:
             torch._foreach_clamp_min_(gradients, -limit)
             torch._foreach_clamp_max_(gradients, limit)

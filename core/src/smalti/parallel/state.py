@@ -18,7 +18,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from smalti.errors import CheckpointError
 
-_NEVER_NEGATIVE = ("step", "exp_avg_sq", "max_exp_avg_sq")
 _WRAPPERS = frozenset(("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"))
 """Names that torch.compile and the wrappers for activation checkpointing and FSDP 1 put into parameter names."""
 _SWITCHES = frozenset(("params", "param_names", "foreach", "fused", "capturable", "differentiable"))
@@ -228,8 +227,6 @@ def fill_optimizer_state(
     for name, parameter in optimized.items():
         optimizer.state.pop(parameter, None)
         for key, tensor in state.get(name, {}).items():
-            if key in _NEVER_NEGATIVE and type(tensor) is Tensor and tensor.numel() and tensor.min() < 0:
-                raise CheckpointError(f"{key} of {name} in the optimizer state is negative", fix="resume from another one")
             # torch counts steps on the CPU, unless a kernel on the device reads the count.
             device = parameter.device if key != "step" or on_device[id(parameter)] else torch.device("cpu")
             optimizer.state[parameter][key] = tensor.to(device)
@@ -243,8 +240,6 @@ def fill_param_groups(
         raise CheckpointError(
             f"the optimizer has {len(optimizer.param_groups)} parameter groups, its saved state {len(param_groups)}"
         )
-    if not all(param_groups):
-        raise CheckpointError("the optimizer state has no settings", fix="resume from another one")
     for group, saved in zip(optimizer.param_groups, param_groups, strict=True):
         for key, value in saved.items():
             if key == _VALUES and isinstance(value, dict):

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from smalti import Checkpoint, World
+from smalti import Checkpoint, CheckpointError, World
 from smalti.checkpoint import Snapshot, load, save
 from smalti.hookspecs import HookSpecs
 from smalti.parallel import PortableState, capture
@@ -310,6 +310,33 @@ def a_checkpoint_comes_back_bit_for_bit(subject: StrategySubject) -> None:
     )
     subject.parallel.state.load(into.state)
     _equal(wanted, subject.whole(), "after loading, different:")
+
+
+@STRATEGY.check
+def optimizer_state_that_cannot_be_is_refused_on_all_ranks(subject: StrategySubject) -> None:
+    """Somebody has edited a checkpoint: one of the means of squares is negative, or a parameter group has no settings.
+
+    `load_checkpoint` raises a CheckpointError on every rank, also on those that do not hold the number: they would wait.
+    """
+    reference = subject.fresh_reference(seed=9)
+    reference.step(52, subject.parallel.world.size, 0.0)
+    negative, empty = (_cloned(capture(reference.model, reference.optimizer)) for _ in range(2))
+    *_, last = (found["exp_avg_sq"] for found in negative.optimizer_state.values() if "exp_avg_sq" in found)
+    last.view(-1)[-1] = -1
+    empty.param_groups = [{} for _ in empty.param_groups]
+    for step, state, told in ((52, negative, "in the optimizer state is negative"), (53, empty, "has no settings")):
+        if subject.parallel.world.is_main:
+            save(subject.folder, _snapshot(state, step), SingleRank())  # type: ignore[arg-type]
+        subject.parallel.barrier()
+        [path] = subject.folder.glob(f"step-*{step}")
+        into, error = _snapshot(subject.empty(), 0), ""
+        try:
+            subject.backend.decide(
+                HookSpecs.load_checkpoint, source=path, state=into, parallel=subject.parallel, config=subject.config
+            )
+        except CheckpointError as refused:
+            error = refused.message
+        expect(told in error, f"it was read, or another reason was given: {error or 'none'}")
 
 
 @STRATEGY.check

@@ -12,18 +12,12 @@ from typing import Protocol, cast
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from smalti.config import Config, TrainingOptions
-from smalti.parallel import Parallel, pins_memory, side_stream, use_device
+from smalti.parallel import Parallel, local_part as local_part, pins_memory, side_stream, use_device
 
 _PIECE_BYTES = 64 * 2**20
 """Bytes of tensors that are worked on together, as long as single ones are not larger."""
-
-
-def local_part(tensor: Tensor) -> Tensor:
-    """This rank's part of a sharded tensor, which shares memory with it; a plain tensor as it is."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def local_parts(tensors: Sequence[Tensor]) -> list[Tensor]:

@@ -16,39 +16,65 @@ class Absent(Exception):  # noqa: N818 - it is no error to have no driver
 
 
 class GpuReader(ABC):
-    """One GPU. The methods make calls to the driver, one after another; `unanswered` may be called from another thread."""
+    """One GPU, in a thread of its own, which calls `describe` once and then `read` at each interval.
+
+    Both put `begin(NAME)` and `end()` around each call to the driver, so that the monitor can name one that does not return.
+    What a GPU does not report is None in the result. An exception becomes a reading that has failed, and the next one is tried.
+    """
 
     def __init__(self) -> None:
         self._running: tuple[str, float] | None = None
 
     @abstractmethod
-    def describe(self) -> Device: ...
+    def describe(self) -> Device:
+        """What does not change."""
 
     @abstractmethod
-    def read(self) -> Reading: ...
+    def read(self) -> Reading:
+        """The present values, with the UUID of the GPU and the time. Has `failed` for calls that returned an error."""
 
     def begin(self, call: str) -> None:
+        """A call to the driver begins."""
         self._running = (call, time.monotonic())
 
     def end(self) -> None:
+        """The call has returned."""
         self._running = None
 
     def unanswered(self) -> tuple[str, float]:
-        """The call that is being made, and since how many seconds; ("", 0.0) for none."""
+        """The call that is being made, and since how many seconds; ("", 0.0) for none. Called from another thread."""
         running = self._running
         return ("", 0.0) if running is None else (running[0], time.monotonic() - running[1])
 
 
 class Driver(Protocol):
-    """The driver of a vendor. Its constructor raises Absent."""
+    """The driver of a vendor, whose name for people is `vendor`. The constructor raises Absent if there is none, or no GPU.
+
+    The monitor and `smalti health` create it in a thread, and may leave it there: a driver may hang. UUIDs are any texts that
+    differ between the GPUs of a machine and stay the same.
+    """
 
     vendor: str
 
-    def find(self, request: DeviceRequest) -> str | None: ...
-    def all(self) -> list[str]: ...
-    def gpu(self, uuid: str) -> GpuReader: ...
-    def watch(self, uuid: str) -> Any: ...
-    def wait(self, events: Any, seconds: float) -> int | None: ...
+    def find(self, request: DeviceRequest) -> str | None:
+        """The UUID of the GPU of a rank; None if the driver does not know it."""
+        ...
+
+    def all(self) -> list[str]:
+        """The UUIDs of all GPUs, in the driver's order."""
+        ...
+
+    def gpu(self, uuid: str) -> GpuReader:
+        """The reader of one GPU. Called in the thread that reads it."""
+        ...
+
+    def watch(self, uuid: str) -> Any:
+        """What `wait` takes to wait for faults of a GPU, in a thread of its own. Raises Absent if there are no such events."""
+        ...
+
+    def wait(self, events: Any, seconds: float) -> int | None:
+        """The number of the next fault, in NVIDIA's numbers of XIDs; None if none came within these seconds."""
+        ...
 
 
 class Poller:

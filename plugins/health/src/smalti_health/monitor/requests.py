@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceRequest:
-    """`ordinal` is the N of "cuda:N", `visible` the value of CUDA_VISIBLE_DEVICES, None where it is not set.
+    """`ordinal` is the N of "cuda:N" or "xpu:N", `visible` the value of CUDA_VISIBLE_DEVICES, None where it is not set.
 
     `uuid` is what torch has read from the device, without the prefix "GPU-" or "MIG-"; "" if it does not know.
     """
@@ -33,19 +33,20 @@ class DeviceRequest:
 def device_request(rank: int, device: str, environment: Mapping[str, str] = os.environ) -> DeviceRequest | None:
     """The GPU behind a torch device; None for the CPU."""
     kind, _, ordinal = device.partition(":")
-    if kind != "cuda":
+    if kind not in ("cuda", "xpu"):
         return None
-    number = int(ordinal or 0)
-    visible = environment.get("CUDA_VISIBLE_DEVICES", environment.get("HIP_VISIBLE_DEVICES"))
-    return DeviceRequest(rank=rank, ordinal=number, visible=visible, uuid=_uuid(number))
+    number, visible = int(ordinal or 0), None
+    if kind == "cuda":
+        visible = environment.get("CUDA_VISIBLE_DEVICES", environment.get("HIP_VISIBLE_DEVICES"))
+    return DeviceRequest(rank=rank, ordinal=number, visible=visible, uuid=_uuid(kind, number))
 
 
-def _uuid(ordinal: int) -> str:
+def _uuid(kind: str, ordinal: int) -> str:
     """What torch knows, where it is loaded and has the device."""
-    torch = sys.modules.get("torch")
-    if torch is None or not torch.cuda.is_available():
+    module = getattr(sys.modules.get("torch"), kind, None)
+    if module is None or not module.is_available():
         return ""
     try:
-        return str(getattr(torch.cuda.get_device_properties(ordinal), "uuid", ""))
+        return str(getattr(module.get_device_properties(ordinal), "uuid", ""))
     except RuntimeError:
         return ""

@@ -138,7 +138,7 @@ class _Formula:
         return [int(self.batch * _kept(block, self.candidate.recompute)) for block in self.model.sample.blocks]
 
     def on_device(self, inputs: Sequence[int]) -> int:
-        """What the device holds of what blocks keep: all, or what is in use and on its way where the others wait on the host."""
+        """What the device holds of what blocks keep: all, or what is in use and on its way where the rest is on the host."""
         waits = self.run.activations_on_host or "activations" in self.strategy.offloaded
         return sum(sorted(inputs)[-_NOT_ON_HOST:] if waits and self.candidate.recompute == "full" else inputs)
 
