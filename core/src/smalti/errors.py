@@ -115,11 +115,15 @@ class Problem:
     def as_json(self) -> dict[str, str]:
         return {"message": self.message, "fix": self.fix, "where": self.where, "option": self.option}
 
-    def __str__(self) -> str:
+    @property
+    def text(self) -> str:
+        """Without the fix."""
         named = self.where.lstrip("-").startswith(self.option)  # then the message need not begin with the name
         message = self.message.removeprefix(f"{self.option} ") if named else self.message
-        head = f"{self.where}: {message}" if self.where else message
-        return f"{head}\n    fix: {self.fix}" if self.fix else head
+        return f"{self.where}: {message}" if self.where else message
+
+    def __str__(self) -> str:
+        return f"{self.text}\n    fix: {self.fix}" if self.fix else self.text
 
 
 class UserError(Exception):
@@ -137,15 +141,23 @@ class UserError(Exception):
 
 
 class ConfigError(UserError):
-    """All problems of a configuration at once, so that one round of editing is enough."""
+    """All problems of a configuration at once, so that one round of editing is enough.
+
+    All that needs the same missing package is shown as one problem.
+    """
 
     def __init__(self, problems: Sequence[Problem]) -> None:
         self.problems = tuple(problems)
-        codes = {ExitCode.MISSING_PLUGIN if problem.package else problem.exit_code for problem in self.problems}
+        codes: set[ExitCode] = set()
+        shown: dict[Problem | str, Problem] = {}
+        for each in self.problems:
+            codes.add(code := ExitCode.MISSING_PLUGIN if each.package else each.exit_code)
+            same = each.fix if code is ExitCode.MISSING_PLUGIN else each
+            text = f"{shown[same].text}\n    {each.text}" if same in shown else each.text
+            shown[same] = Problem(message=text, fix=each.fix)
         self.exit_code = codes.pop() if len(codes) == 1 else ExitCode.USAGE
-        count = len(self.problems)
-        head = "the configuration has a problem" if count == 1 else f"the configuration has {count} problems"
-        lines = [f"{head}:", *(f"  - {problem}" for problem in self.problems)]
+        head = "the configuration has a problem" if len(shown) == 1 else f"the configuration has {len(shown)} problems"
+        lines = [f"{head}:", *(f"  - {problem}" for problem in shown.values())]
         packages = sorted({problem.install for problem in self.problems if problem.install})
         if len(packages) > 1:
             lines.append(f"  all packages at once: pip install {' '.join(packages)}")

@@ -113,6 +113,7 @@ def test_a_model_in_full_is_spread_over_the_gpus_and_one_that_cannot_fit_is_refu
         (["--model=sd3/3.5-lagre"], "has no flavour '3.5-lagre'", "sd3/3.5-large"),
         (["--model=sdxl", "--card=rtx4091"], "'rtx4091' is unknown", "rtx4090"),
         (["--model=sdxl", "--card=24GB", "--data=bare/empty"], "no images in bare/empty", "--data=FOLDER"),
+        (["--model=toy", "--goal=lora", "--card=24GB"], "toy does not support LoRA", "--goal=full"),
         (["--model=sdxl", "--to=config.json"], "does not end in .toml", "--to=config.toml"),
         (["--model=sdxl", "--to=mine.toml"], "mine.toml already exists", "--overwrite replaces it"),
     ],

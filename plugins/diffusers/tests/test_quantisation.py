@@ -2,6 +2,7 @@
 
 import copy
 import shutil
+import subprocess
 import sys
 import weakref
 from types import SimpleNamespace
@@ -31,7 +32,7 @@ from smalti_diffusers.lora.strength import adapter_scaled
 from smalti_plan.out_of_memory import memory_use
 from smalti_testing.family_subject import CAPTIONS, FamilySubject
 
-pytest.importorskip("torchao")  # optional, and noisy on a CPU wherever diffusers is imported: only where it is installed
+pytest.importorskip("torchao")  # optional: only where it is installed
 
 INT8 = "--base_model_precision=int8-torchao"
 LORA = {
@@ -45,6 +46,12 @@ LORA = {
 SEVERAL = {"num_processes": 2, "train_batch_size": 2, "validation_step_interval": 0, "allow_dataset_oversubscription": True}
 ERRORS = {"int8-torchao": 0.01, "fp8-torchao": 0.05, "nf4-torchao": 0.2}
 """What each may be off at most, as a share of what an unquantised layer says."""
+
+
+def test_importing_torchao_warns_of_nothing_that_a_user_could_change():
+    code = "import smalti_diffusers, diffusers.quantizers.torchao, torchao.quantization"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert not [line for line in done.stderr.splitlines() if "torchao" in line or "_pytree" in line]
 
 
 @pytest.fixture(scope="module")

@@ -94,7 +94,13 @@ def test_a_name_that_cannot_be_used_or_is_taken_is_refused(capsys, folder, name)
     assert list(folder.iterdir()) == []
 
 
-@pytest.mark.parametrize(("kind", "name"), [("optimizer", "adamw"), ("storage", "local"), ("storage", "aws")])
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        *(("optimizer", "adamw"), ("storage", "local"), ("storage", "aws"), ("metadata", "parquet"), ("command", "train")),
+        ("format", "dcp"),
+    ],
+)
 def test_a_name_that_is_registered_already_is_refused(capsys, kind, name):
     assert new(capsys, name, "--kind", kind)[0] == 2
     assert new(capsys, name, "--kind", "observer")[0] == 0

@@ -13,8 +13,10 @@ from smalti.checkpoint.format.store import CheckpointStore
 from smalti.cli.checkpoint import checkpoint
 from smalti.errors import CheckpointError, UserError
 
+MADE_WITH = {"family": "sdxl", "precision": "bf16", "strategy": "FSDP2", "base_model": "org/sdxl"}
 
-def make(run, step, *, elements=600, flags=()):
+
+def make(run, step, *, elements=600, flags=(), **trainer):
     store = CheckpointStore(run / "checkpoints")
     with store.exclusive():
         partial = store.prepare(step)
@@ -22,7 +24,7 @@ def make(run, step, *, elements=600, flags=()):
         chunks += [("step", Chunk(dtype="I64", shape=(), offsets=()))]
         files = {
             "model/a.safetensors": encode_header(chunks) + bytes(8 * elements + 8),
-            "state.json": State(step=step).encode(),
+            "state.json": State(step=step, trainer=trainer).encode(),
         }
         records = {}
         for name, data in files.items():
@@ -77,6 +79,13 @@ def test_inspecting_a_run_shows_its_newest_checkpoint(tmp_path):
     assert "step        1000\n" in output
     assert "model: 2 tensors, 1,201 elements, 4.7 KiB, F32, I64\n" in output
     assert "blocks.0.weight" not in output
+
+
+def test_inspecting_says_what_the_checkpoint_was_made_with(tmp_path):
+    path = make(tmp_path, 500, made_with=MADE_WITH)
+    assert "family      sdxl\nprecision   bf16\nstrategy    FSDP2\nbase model  org/sdxl\n" in call("inspect", path).output
+    assert json.loads(call("inspect", path, "--json").output)["made_with"] == MADE_WITH
+    assert json.loads(call("inspect", make(tmp_path, 1000), "--json").output)["made_with"] == {}  # of an earlier version
 
 
 def test_inspecting_can_show_every_tensor(tmp_path):

@@ -48,6 +48,19 @@ def test_several_missing_packages_are_named_in_one_command(nothing_installed, co
     assert (caught.value.exit_code, f"pip install {' '.join(targets)}" in str(caught.value)) == (4, True)
 
 
+def test_all_that_a_missing_package_has_is_one_problem_with_one_fix(nothing_installed, configure):
+    with pytest.raises(ConfigError) as caught:
+        configure("--fsdp_enable", "--learning_rate=x", "--fsdp_activation_checkpointing")
+    told = str(caught.value).splitlines()
+    assert told[:4] == [
+        "the configuration has 2 problems:",
+        "  - command line: --fsdp_enable belongs to smalti-fsdp2",
+        "    command line: --fsdp_activation_checkpointing belongs to smalti-fsdp2",
+        f"    fix: {PLUGINS['fsdp2'].fix}",
+    ]
+    assert len(caught.value.problems) == 3
+
+
 def test_an_option_of_no_package_is_unknown_and_not_a_matter_of_installing(configure):
     with pytest.raises(ConfigError, match="unknown option --aws_compress") as caught:
         configure("--aws_compress")

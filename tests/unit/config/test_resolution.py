@@ -496,6 +496,8 @@ def test_it_is_told_where_a_run_does_not_say_its_defaults_any_more(configure, be
     run = begun({})
     (run / "launch.json").write_text("{")
     assert "launch.json is damaged" in configure(f"--output_dir={run}").notices[0]
+    (run / "launch.json").unlink()
+    assert "launch.json is missing, so defaults are those of this version" in configure(f"--output_dir={run}").notices[0]
 
 
 def test_a_switch_of_another_trainer_that_disables_something_is_answered_with_the_one_to_turn_off(configure, write):

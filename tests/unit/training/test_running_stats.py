@@ -53,7 +53,8 @@ def statistics(act: str, folder: Path) -> tuple[dict[str, list], dict[str, list]
             return own, now()
     run.state = RunState(max_steps=2, save_requested=True)
     run.state.step, run.effective_batch, run.data_changes, run.adapter, run.model_config = 1, 2, None, None, {}
-    run.info, run.plugins = SimpleNamespace(timesteps="uniform"), SimpleNamespace(versions=())
+    run.info = SimpleNamespace(timesteps="uniform", family="normed", strategy="DDP")
+    run.plugins = SimpleNamespace(versions=())
     run.ownership = SimpleNamespace(check=lambda: None, confirm=lambda: True)
     run.data = SimpleNamespace(identity=SimpleNamespace(as_json=dict), order=SimpleNamespace(beginning=None))
     save(run, last=False)

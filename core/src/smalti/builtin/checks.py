@@ -17,7 +17,7 @@ from smalti.config import (
     TrainingOptions,
     cuda_graph_problem,
     launch_problems,
-    package_of_scheme,
+    package_of,
     warm_up_problem,
 )
 from smalti.errors import Problem
@@ -34,7 +34,7 @@ def _directory(config: Config) -> Iterator[Problem]:
     if folder is None:
         yield Problem(message="no run directory given", fix="--output_dir=FOLDER")
     elif (url := re.match(r"([a-z][a-z0-9+.-]+):/", str(folder))) is not None:  # a path has one slash left of two
-        package = package_of_scheme(url[1])
+        package = package_of("schemes", url[1])
         message = f"output_dir is a URL of the scheme {url[1]!r}"
         yield package.problem(message, where) if package else Problem(message=message, where=where, fix="--output_dir=FOLDER")
 

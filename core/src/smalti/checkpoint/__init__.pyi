@@ -51,6 +51,7 @@ from .format.store import (
     Entry as Entry,
     checkpoint_name as checkpoint_name,
     parse_checkpoint_name as parse_checkpoint_name,
+    read_entry as read_entry,
 )
 from .format.verification import (
     Verification as Verification,

@@ -10,6 +10,7 @@ from typing import Protocol
 
 from smalti.checkpoint.format.manifest import Manifest
 from smalti.checkpoint.format.safetensors_layout import StoredTensor
+from smalti.checkpoint.format.state_file import State
 from smalti.rundir import RunDirectory
 
 
@@ -42,6 +43,10 @@ class RunPlace(Protocol):
 
     def tensors(self, listed: ListedCheckpoint) -> dict[str, Mapping[str, StoredTensor]]:
         """Its tensors by group. Reads headers. Raises CheckpointError."""
+        ...
+
+    def state(self, listed: ListedCheckpoint) -> State:
+        """What is in it apart from tensors. Raises CheckpointError."""
         ...
 
     def problems(self, listed: ListedCheckpoint) -> tuple[str, ...]:

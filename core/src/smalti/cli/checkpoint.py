@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from textwrap import indent
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import click
 
@@ -94,14 +94,18 @@ def inspect_checkpoint(path: Place, tensors: bool, as_json: bool) -> None:
     if (manifest := found.manifest) is None:
         raise CheckpointError(f"{found.path}: {found.problem}", fix="give another checkpoint of the run, or its directory")
     groups = path.tensors(found)
+    made_with = cast(Mapping[str, str], path.state(found).trainer.get("made_with", {}))
     if as_json:
-        _print_json(_manifest_as_json(found.path, manifest) | {"groups": _groups_as_json(groups, tensors)})
+        _print_json(
+            {**_manifest_as_json(found.path, manifest), "made_with": made_with, "groups": _groups_as_json(groups, tensors)}
+        )
         return
     facts = {
         "checkpoint": found.path,
         "step": str(manifest.step),
         "made": f"{manifest.created} by {counted(manifest.world_size, 'rank')}",
         "size": f"{format_bytes(manifest.size)} in {counted(len(manifest.files), 'file')}",
+        **{name.replace("_", " "): value for name, value in made_with.items()},
         "config": manifest.config_digest,
         "plugins": ", ".join(manifest.plugins),
         "flags": ", ".join(manifest.flags),

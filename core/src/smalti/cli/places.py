@@ -9,17 +9,20 @@ from pathlib import Path
 from smalti.checkpoint import (
     GROUPS,
     MANIFEST,
+    STATE,
     WEIGHTS,
     CheckpointStore,
     Entry,
     ListedCheckpoint,
     RunPlace,
+    State,
     StoredTensor,
-    read_manifest,
+    read_entry,
+    read_state,
     stored_tensors,
     verify,
 )
-from smalti.errors import CheckpointError, UserError
+from smalti.errors import UserError
 from smalti.plugins import is_url, load_plugins, open_run, selection_of
 
 
@@ -41,24 +44,25 @@ class LocalPlace:
 
     def checkpoints(self) -> list[ListedCheckpoint]:
         """All of them, lowest step first. Reads manifests only."""
-        if is_checkpoint(self.path):
-            return [self.newest()]
-        return [_listed(entry) for entry in entries(self.path)]
+        return [
+            ListedCheckpoint(
+                name=each.path.name, path=str(each.path), step=each.step, manifest=each.manifest, problem=each.problem
+            )
+            for each in entries(self.path)
+        ]
 
     def newest(self) -> ListedCheckpoint:
         """The newest one whose manifest can be used; without one the newest. Raises UserError if there is none."""
-        path = newest(self.path)
-        try:
-            manifest, problem = read_manifest(path), ""
-        except CheckpointError as error:
-            manifest, problem = None, error.message
-        return ListedCheckpoint(
-            name=path.name, path=str(path), step=manifest.step if manifest else 0, manifest=manifest, problem=problem
-        )
+        found = self.checkpoints()
+        return next((each for each in reversed(found) if each.manifest), found[-1])
 
     def tensors(self, listed: ListedCheckpoint) -> dict[str, Mapping[str, StoredTensor]]:
         """Its tensors by group. Reads headers. Raises CheckpointError."""
         return {group: found for group in (*GROUPS, WEIGHTS) if (found := stored_tensors(Path(listed.path) / group))}
+
+    def state(self, listed: ListedCheckpoint) -> State:
+        """What is in it apart from tensors. Raises CheckpointError."""
+        return read_state(Path(listed.path) / STATE)
 
     def problems(self, listed: ListedCheckpoint) -> tuple[str, ...]:
         """What is wrong with it. Reads every byte."""
@@ -68,27 +72,11 @@ class LocalPlace:
 Place = LocalPlace | RunPlace
 
 
-def is_checkpoint(path: Path) -> bool:
-    return (path / MANIFEST).is_file() or path.name.startswith("step-")
-
-
 def entries(path: Path) -> list[Entry]:
-    """The checkpoints of a run directory, or in a folder. Raises UserError if there are none."""
+    """The checkpoint at `path`, or those of a run directory or in a folder. Raises UserError if there are none."""
+    if (path / MANIFEST).is_file() or path.name.startswith("step-"):
+        return [read_entry(path.resolve() if path.is_symlink() else path)]
     for root in (path / "checkpoints", path):
         if found := CheckpointStore(root).all():
             return found
     raise UserError(f"no checkpoint found in {path}", fix="give a run directory or one of its checkpoints")
-
-
-def newest(path: Path) -> Path:
-    """The checkpoint at `path`; for a run directory, its newest one that can be used."""
-    if is_checkpoint(path):
-        return path
-    found = entries(path)
-    return next((entry.path for entry in reversed(found) if entry.manifest), found[-1].path)
-
-
-def _listed(entry: Entry) -> ListedCheckpoint:
-    return ListedCheckpoint(
-        name=entry.path.name, path=str(entry.path), step=entry.step, manifest=entry.manifest, problem=entry.problem
-    )

@@ -34,15 +34,10 @@ from .files import (
 from .known_packages import (
     PLUGINS as PLUGINS,
     family_packages as family_packages,
-    package_of_cache as package_of_cache,
+    package_of as package_of,
     package_of_checkpoint as package_of_checkpoint,
-    package_of_command as package_of_command,
     package_of_family as package_of_family,
     package_of_nodes as package_of_nodes,
-    package_of_optimizer as package_of_optimizer,
-    package_of_option as package_of_option,
-    package_of_scheme as package_of_scheme,
-    package_of_storage as package_of_storage,
     package_of_topic as package_of_topic,
     variable_of_nodes as variable_of_nodes,
 )

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from smalti.config.known_packages import package_of_accelerate
+from smalti.config.known_packages import package_of
 from smalti.config.options import Given, Option, Schema, Translation
 from smalti.errors import Problem, did_you_mean
 
@@ -119,7 +119,7 @@ def problems_of(values: Mapping[str, object], schema: Schema, path: Path) -> Ite
     if kind in _SECTIONS and kind not in claimed:
         asked |= set() if asked or _SECTIONS[kind] in covered else {kind}
     for key in sorted(asked):
-        package = package_of_accelerate(key)
+        package = package_of("accelerate", key)
         assert package is not None, "each strategy of Accelerate has a package"
         problem = package.problem(f"{key} needs {package.distribution}", str(path))
         yield replace(problem, fix=f"{problem.fix}, {leave}")

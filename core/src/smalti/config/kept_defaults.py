@@ -52,11 +52,13 @@ def _of_run(directory: RunDirectory, notices: list[str]) -> Kept | None:
     try:
         if directory.latest("step") is None:
             return None
-        launch: object = load_json(read_regular(directory.launch_file))
     except OSError:
         return None  # there is no run that could be read; whatever needs the directory will say so
-    except ValueError as error:
-        notices.append(f"{directory.launch_file} is damaged, so defaults are those of this version, not of the run: {error}")
+    try:
+        launch: object = load_json(read_regular(directory.launch_file))
+    except (OSError, ValueError) as error:
+        state = "missing" if isinstance(error, FileNotFoundError) else f"damaged ({error})"
+        notices.append(f"{directory.launch_file} is {state}, so defaults are those of this version, not of the run")
         return None
     match launch:
         case {"defaults": dict(values)}:

@@ -13,10 +13,12 @@ from functools import cache
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 from shlex import quote
-from typing import Any
+from typing import Any, Literal
 from urllib.parse import unquote, urlsplit
 
 from smalti.errors import MissingPlugin, Problem
+
+Kind = Literal["options", "commands", "caches", "families", "optimizers", "storages", "accelerate", "schemes"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,18 +116,13 @@ def _clone() -> Path | None:
     return root if (root / "plugins").is_dir() else None
 
 
-def _having(kind: str, name: str) -> Package | None:
+def package_of(kind: Kind, name: str) -> Package | None:
+    """The package that adds what is called so, of this kind.
+
+    An option may be named by an alias, a command is "s3" or "dataset unpack", and "storages" are metadata backends too.
+    "accelerate" are sections of an Accelerate YAML and values of its `distributed_type`.
+    """
     return next((package for package in PACKAGES if name in getattr(package, kind)), None)
-
-
-def package_of_scheme(scheme: str) -> Package | None:
-    """The package that takes URLs of this scheme in place of a path."""
-    return _having("schemes", scheme)
-
-
-def package_of_option(name: str) -> Package | None:
-    """The package that declares an option of this name or alias."""
-    return _having("options", name)
 
 
 def package_of_topic(word: str) -> Package | None:
@@ -136,27 +133,12 @@ def package_of_topic(word: str) -> Package | None:
 
 def package_of_family(name: str) -> Package | None:
     """The package that has this model family."""
-    return _having("families", name.lower().replace("-", "_"))
-
-
-def package_of_optimizer(name: str) -> Package | None:
-    """The package that has this optimizer, named as it is registered."""
-    return _having("optimizers", name)
+    return package_of("families", name.lower().replace("-", "_"))
 
 
 def family_packages() -> str:
     """The families of each package and how to install it, for a machine without any family."""
     return "; or ".join(f"{', '.join(package.families)}: {package.fix}" for package in PACKAGES if package.families)
-
-
-def package_of_command(name: str) -> Package | None:
-    """The package that adds this command, such as "s3" or "dataset unpack"."""
-    return _having("commands", name)
-
-
-def package_of_storage(name: str) -> Package | None:
-    """The package that has this storage or metadata backend."""
-    return _having("storages", name)
 
 
 def package_of_checkpoint(folder: Path, known: Iterable[str]) -> Package | None:
@@ -178,16 +160,6 @@ def variable_of_nodes(environment: Mapping[str, str]) -> str:
         if index in environment and (value := environment.get(count, "")).isdigit() and int(value) > 1:
             return f"{count}={value}"
     return ""
-
-
-def package_of_cache(name: str) -> Package | None:
-    """The package that keeps this cache."""
-    return _having("caches", name)
-
-
-def package_of_accelerate(key: str) -> Package | None:
-    """The package that understands this section or `distributed_type` of an Accelerate YAML."""
-    return _having("accelerate", key)
 
 
 def strategies(types: Iterable[str], distributions: Iterable[str]) -> list[str]:

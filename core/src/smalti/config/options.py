@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, cast, get_args
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator
 from pydantic.fields import FieldInfo
 
-from smalti.config.known_packages import package_of_command, package_of_option
+from smalti.config.known_packages import package_of
 from smalti.errors import InvalidOptionError, Problem, UserError
 from smalti.system import load_json
 
@@ -216,7 +216,7 @@ class Dialect:
 
     def page(self, schema: Schema) -> str:
         """What becomes of each option of that trainer, as Markdown."""
-        package = package_of_command("config import")
+        package = package_of("commands", "config import")
         assert package is not None
         raise package.error(f"{package.distribution} has the options of other trainers")
 
@@ -477,7 +477,7 @@ def _options_of(group: OptionGroup) -> Iterable[Option]:
 
 def unknown(spelling: str, schema: Schema, *, where: str) -> Problem:
     """The problem of an unknown option, with the package that has it, or with similar names."""
-    if package := package_of_option(_fold(spelling.lstrip("-"))):
+    if package := package_of("options", _fold(spelling.lstrip("-"))):
         return package.problem(f"{spelling} belongs to {package.distribution}", where)
     prefix = "--" if spelling.startswith("-") else ""
     if opposite := schema.opposite(spelling):

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Literal
 
 from smalti.config.files import parse_value, read_text
-from smalti.config.known_packages import package_of_command
+from smalti.config.known_packages import package_of
 from smalti.errors import UserError
 
 Kind = Literal["options", "datasets", "prompts"]
@@ -156,7 +156,7 @@ def _refusal(path: Path, found: Recognized, wanted: Kind, readable: bool) -> Use
     name = shlex.quote(str(path))
     message = f"{path} is {found}"
     if not readable:
-        package = package_of_command("config import")
+        package = package_of("commands", "config import")
         if package is not None and package.target:
             return package.error(f"{message}, which {package.distribution} converts")
         fix = f"smalti config import {name} --to={shlex.quote(f'{path.stem}-smalti.toml')}"

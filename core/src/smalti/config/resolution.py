@@ -21,7 +21,7 @@ from smalti.config.config import PER_MACHINE, Config, References, without_values
 from smalti.config.files import read_mapping
 from smalti.config.flags import parse_flags
 from smalti.config.kept_defaults import Kept, kept_defaults
-from smalti.config.known_packages import package_of_accelerate, strategies
+from smalti.config.known_packages import package_of, strategies
 from smalti.config.options import Given, Option, OptionGroup, Options, Schema, invalidated, unknown
 from smalti.config.sources import (
     SCHEDULER,
@@ -242,7 +242,7 @@ def _conflicts(schema: Schema, groups: Mapping[type[Options], Options], problems
         known = vars(groups[option.group.options])
         if kind and known.get(option.name):
             on.add(kind)
-        elif not kind and option.name not in known and (package := package_of_accelerate(key)) is not None:
+        elif not kind and option.name not in known and (package := package_of("accelerate", key)) is not None:
             packages.add(package.distribution)
     titles = strategies(on, packages) if on else []
     if len(titles) > 1:

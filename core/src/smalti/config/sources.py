@@ -13,7 +13,7 @@ from smalti.config import accelerate_yaml
 from smalti.config.core_options.retired import is_retired, report_retired
 from smalti.config.files import PREFIX, expand, variables_in
 from smalti.config.kept_defaults import TABLE
-from smalti.config.known_packages import package_of_command
+from smalti.config.known_packages import package_of
 from smalti.config.options import Given, Option, OptionGroup, Schema, Translation, path_error, unknown
 from smalti.errors import Problem
 
@@ -88,7 +88,7 @@ def file_layer(schema: Schema, content: Mapping[str, object], file: str, problem
 
 def _of_another_trainer(unknown_keys: Sequence[Problem], schema: Schema, file: str) -> Iterator[Problem]:
     """Which package reads a file whose keys may be those of SimpleTuner, if it is not active."""
-    package = package_of_command("config import")
+    package = package_of("commands", "config import")
     several = sum(not problem.package for problem in unknown_keys) >= _SEVERAL
     if package is not None and several and file.endswith(".json") and not schema.dialect.trainer:
         yield package.problem(f"if this is a configuration of SimpleTuner, {package.distribution} reads it", file)

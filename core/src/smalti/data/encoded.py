@@ -12,7 +12,7 @@ from typing import Protocol, cast
 
 from torch import Tensor
 
-from smalti.config import Config, DataOptions, package_of_cache
+from smalti.config import Config, DataOptions, package_of
 from smalti.data.buckets import Bucket
 from smalti.data.datasets.spec import catalog_of
 from smalti.data.images import Bytes, crop, mirrored, read_image
@@ -123,7 +123,7 @@ def encoding_cache(config: Config, plugins: Plugins, family: ModelFamily) -> Cac
     for entry in plugins.gather(HookSpecs.register_caches):
         if entry.encoder:
             return entry
-    package = package_of_cache("encodings")
+    package = package_of("caches", "encodings")
     assert package is not None, "it is in the table of packages"
     message = f"{family.name} encodes images and captions before training, which needs {package.distribution}"
     raise MissingPlugin(message, fix=f"{package.fix}; or encode in every step: --vae_cache_disable --text_cache_disable")

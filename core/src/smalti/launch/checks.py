@@ -21,8 +21,8 @@ from smalti.config import (
     ModelOptions,
     OptimizerOptions,
     RunOptions,
+    package_of,
     package_of_nodes,
-    package_of_option,
     variable_of_nodes,
 )
 from smalti.errors import CheckpointError, ConfigError, InvalidOptionError, Problem, UserError, problems_in
@@ -250,7 +250,7 @@ def _evaluation(config: Config, datasets: Iterable[DatasetSpec]) -> None:
     """Raises ConfigError for held-out images if no plugin measures the loss on them."""
     option = "eval_steps_interval"
     held_out = [spec.id for spec in datasets if spec.dataset_type == "eval"]
-    if held_out and option not in config.schema.options and (package := package_of_option(option)) is not None:
+    if held_out and option not in config.schema.options and (package := package_of("options", option)) is not None:
         message = f"the dataset_type eval needs {package.distribution}, which measures the loss on held-out images"
         raise ConfigError([package.problem(message, f"dataset {name!r}") for name in held_out])
 

@@ -10,10 +10,8 @@ from smalti.config import (
     ModelOptions,
     OptimizerOptions,
     family_packages,
-    package_of_command,
+    package_of,
     package_of_family,
-    package_of_optimizer,
-    package_of_scheme,
 )
 from smalti.errors import BrokenPlugin, MissingPlugin, UserError, did_you_mean
 from smalti.hookspecs import HookSpecs
@@ -113,10 +111,10 @@ def find_optimizer(name: str, entries: Sequence[OptimizerEntry]) -> OptimizerEnt
         return entry
     wanted, known = _folded(name), [entry.name for entry in entries]
     message = f"Unknown optimizer '{name}'."
-    if package := package_of_optimizer(wanted):
+    if package := package_of("optimizers", wanted):
         raise package.error(message)
     fix = f"{did_you_mean(wanted, known, count=3)} known: {', '.join(sorted(known))}".lstrip()
-    migrate = package_of_command("config import")
+    migrate = package_of("commands", "config import")
     if migrate is not None and migrate.target:
         fix += f"; {migrate.distribution} knows the names of other trainers: {migrate.fix}"
     raise UserError(message, fix=fix)
@@ -165,7 +163,7 @@ def open_run(url: str, plugins: Plugins, config: Config | None = None) -> RunPla
         raise UserError(message, fix=f"disable one of them, for example with --without {opening[-1].origin.plugin}")
     if opening:
         return cast("RunPlace", create(opening[0], opening[0].open_run, url, config))
-    if package := package_of_scheme(scheme):
+    if package := package_of("schemes", scheme):
         raise package.error(f"{url} needs a plugin")
     known = ", ".join(f"{each}://" for entry in entries for each in entry.schemes)
     raise UserError(f"no plugin opens {url}", fix=f"give a path, or a URL of {known}" if known else "give a path")

@@ -6,9 +6,9 @@ import logging
 from dataclasses import asdict, replace
 
 from smalti.checkpoint import SUSPECT, SaveError, Snapshot
-from smalti.config import CheckpointOptions, RunOptions
+from smalti.config import CheckpointOptions, ModelOptions, RunOptions
 from smalti.hookspecs import HookSpecs
-from smalti.parallel import Communicator, portable_name
+from smalti.parallel import Communicator, portable_name, products
 from smalti.plugins import notify_each
 from smalti.training.metrics import broadcast_running_stats
 from smalti.training.run import Assembled, Run
@@ -95,6 +95,12 @@ def take_snapshot(run: Assembled) -> Snapshot:
             "effective_batch": run.effective_batch,
             "seed": run.config[RunOptions].seed,
             "timesteps": run.info.timesteps,
+            "made_with": {
+                "family": run.info.family,
+                "precision": products(run.config, run.world.device.partition(":")[0]),
+                "strategy": run.info.strategy,
+                "base_model": run.config[ModelOptions].pretrained_model_name_or_path,
+            },
             "data": run.data.identity.as_json(),
             **({"order_beginning": asdict(beginning)} if (beginning := run.data.order.beginning) else {}),
             **({"data_changes": run.data_changes} if run.data_changes else {}),

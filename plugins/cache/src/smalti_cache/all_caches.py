@@ -12,7 +12,7 @@ import click
 
 from smalti import CacheEntry, Config, HookSpecs, UserError, did_you_mean
 from smalti.cli import CommandLine, Group, counted, format_bytes, print_table
-from smalti.config import package_of_cache, resolve
+from smalti.config import package_of, resolve
 from smalti.plugins import Cache, Plugins, create, load_plugins, schema_of, selection_of
 from smalti_cache.commands import Encodings, encode, prune, verify
 
@@ -127,7 +127,7 @@ def find_cache(plugins: Plugins, name: str, config: Config | None = None) -> Cac
     spelled = {_fold(each): each for each in entries}
     if _fold(name) in spelled:
         return _open(entries[spelled[_fold(name)]], plugins, config)
-    if package := package_of_cache(_fold(name)):
+    if package := package_of("caches", _fold(name)):
         raise package.error(f"the cache {name!r} belongs to {package.distribution}")
     hint = did_you_mean(_fold(name), entries, count=3)
     raise UserError(f"unknown cache {name!r}", fix=f"{hint} caches: {', '.join(entries) or 'none'}".lstrip())

@@ -12,7 +12,7 @@ import click
 
 from smalti import ConfigError, Finding, InvalidOptionError, UserError, problems_in
 from smalti.cli import Command, CommandLine, Root, counted, print_table
-from smalti.config import Config, RunOptions, as_toml, package_of_command
+from smalti.config import Config, RunOptions, as_toml, package_of
 from smalti.plugins import Plugins, load_plugins, selection_of
 from smalti.rundir import RunDirectory
 from smalti_doctor.bundle import write_bundle
@@ -94,7 +94,7 @@ def _nodes_command() -> click.Command:
     root = context.find_root().command
     found = root.get_command(context, "nodes") if isinstance(root, Root) else None
     if found is None:
-        package = package_of_command("nodes")
+        package = package_of("commands", "nodes")
         assert package is not None, "the table of packages names it"
         raise package.error(f"--nodes and --hosts belong to {package.distribution}")
     return found

@@ -9,7 +9,7 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from smalti import UserError
-from smalti.config import NAMES, Recognized, Schema, Trainer, package_of_option, recognize
+from smalti.config import NAMES, Recognized, Schema, Trainer, package_of, recognize
 from smalti.data import Catalog
 from smalti_migrate.aitoolkit import options as aitoolkit
 from smalti_migrate.files import Opened, open_file
@@ -73,7 +73,7 @@ def _check(result: Imported, schema: Schema) -> None:
     for name, line in list(result.lines.items()):
         option = schema.find(name)
         if option is None:
-            package = package_of_option(name)
+            package = package_of("options", name)
             assert package is not None, f"the tables name an option {name} that no package has"
             continue
         reason = option.reject_reason(line.value)

@@ -20,7 +20,7 @@ from packaging.version import Version
 
 from smalti import UserError
 from smalti.cli import Group
-from smalti.config import PLUGINS, package_of_family, package_of_storage
+from smalti.config import PLUGINS, package_of, package_of_family
 from smalti.hookspecs import HookSpecs
 from smalti.plugins import Plugins, RegisterHook, load_plugins, selection_of
 from smalti_testing.hooks_page import hooks_page
@@ -37,12 +37,14 @@ _TRAIN = (
 class Kind:
     """One kind of plugin that there are templates for, in the folder of its name.
 
-    `trial` is a command that uses the plugin. `hook` is where it registers an entry under the plugin's name.
+    `trial` is a command that uses the plugin, for which the package of the plugin `needs` must be installed ("" for none).
+    `hook` is where it registers an entry under the plugin's name.
     """
 
     title: str
     trial: str
     hook: RegisterHook | None = None
+    needs: str = "toy"
 
 
 KINDS = {
@@ -50,6 +52,7 @@ KINDS = {
         title="a model family",
         trial=_TRAIN.replace("=toy", "=$name"),
         hook=HookSpecs.register_model_families,
+        needs="",
     ),
     "storage": Kind(
         title="a storage for datasets",
@@ -58,6 +61,14 @@ KINDS = {
         ),
         hook=HookSpecs.register_storage,
     ),
+    "metadata": Kind(
+        title="a metadata backend for datasets",
+        trial=_TRAIN.replace(
+            "--instance_data_dir=photos",
+            """--datasets='[{"id": "photos", "instance_data_dir": "photos", "metadata_backend": "$name"}]'""",
+        ),
+        hook=HookSpecs.register_metadata_backends,
+    ),
     "strategy": Kind(title="a distribution strategy", trial=f"{_TRAIN} --num_processes=2 --use_cpu --${{name}}_enable"),
     "observer": Kind(title="an observer of runs", trial=f"{_TRAIN} --${{name}}_interval=1"),
     "optimizer": Kind(
@@ -65,6 +76,13 @@ KINDS = {
         trial=f"{_TRAIN} --optimizer=$name --learning_rate=1e-4",
         hook=HookSpecs.register_optimizers,
     ),
+    "format": Kind(
+        title="a format of checkpoints",
+        trial="smalti checkpoint convert weights --to=converted",
+        hook=HookSpecs.register_checkpoint_formats,
+        needs="migrate",
+    ),
+    "command": Kind(title="a command of smalti", trial="smalti $dashed runs", needs=""),
 }
 
 
@@ -90,8 +108,8 @@ def new(name: str, kind: str, folder: Path | None, as_json: bool) -> None:
     values = _values(word, kind)
     folder = (folder or Path(values["distribution"])).expanduser()
     written = _write(folder, dict(_rendered(kind, values)))
-    toy = "" if kind == "family" else PLUGINS["toy"].target
-    steps = [f"pip install {toy}"] if toy else []
+    needed = PLUGINS[KINDS[kind].needs].target if KINDS[kind].needs else ""
+    steps = [f"pip install {needed}"] if needed else []
     steps += [f"cd {shlex.quote(str(folder))}", "pip install -e '.[test]'", "pytest", values["trial"]]
     if as_json:
         said = {"name": word, "kind": kind, "distribution": values["distribution"], "package": values["package"]}
@@ -140,10 +158,14 @@ def _holder(word: str, kind: str, plugins: Plugins) -> str:
     official = PLUGINS.get(word)
     if kind == "family":
         official = official or package_of_family(word)
-    if kind == "storage":
-        official = official or package_of_storage(word)
+    if kind in ("storage", "metadata"):
+        official = official or package_of("storages", word)
     if official is not None:
         return official.distribution
+    root = click.get_current_context().find_root()
+    dashed = word.replace("_", "-")
+    if kind == "command" and isinstance(root.command, click.Group) and root.command.get_command(root, dashed):
+        return f"the command `smalti {dashed}`"
     about = KINDS[kind]
     for entry in plugins.gather(about.hook) if about.hook else ():
         if entry.name == word:
@@ -157,6 +179,7 @@ def _values(word: str, kind: str) -> dict[str, str]:
     names = {
         "name": word,
         "package": f"smalti_{word}",
+        "dashed": word.replace("_", "-"),
         "distribution": f"smalti-{word.replace('_', '-')}",
     }
     return {

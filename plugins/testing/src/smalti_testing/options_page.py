@@ -19,7 +19,7 @@ from smalti.cli import (
     show_page,
     write_options,
 )
-from smalti.config import Option, Schema, package_of_option
+from smalti.config import Option, Schema, package_of
 
 
 @click.command(
@@ -60,7 +60,7 @@ def reference_page(schema: Schema) -> str:
     for group in schema.groups:
         lines += [f"## {group.title}", ""]
         options = [option for option in schema.options.values() if option.group is group]
-        if package := package_of_option(options[0].name) if options else None:
+        if package := package_of("options", options[0].name) if options else None:
             lines += [f"With the package `{package.distribution}`.", ""]
         lines += ["| option | value | default | meaning |", "|---|---|---|---|", *map(_reference_row, options), ""]
     return "\n".join(lines)

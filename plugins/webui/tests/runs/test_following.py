@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from smalti.rundir import RunDirectory
-from smalti_webui.runs.following import Follower, Position, backwards
+from smalti_webui.runs.following import Follower, Position, backwards, time_of
 
 
 def line(time: float, **fields: object) -> bytes:
@@ -118,3 +118,7 @@ def test_a_long_line_is_read_backwards_in_few_pieces(tmp_path: Path) -> None:
     before = psutil.Process().io_counters().read_count
     assert numbers([each for _, each in backwards(path, block=64)]) == [1, 0]
     assert psutil.Process().io_counters().read_count - before < 100
+
+
+def test_a_time_that_no_number_can_hold_is_none():
+    assert (time_of(b'{"t": 1' + b"0" * 400 + b"}"), time_of(b'{"t": 2.5}')) == (0, 2.5)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from smalti.errors import CheckpointError
-from smalti.system import parse_json
+from smalti.system import parse_json, read_regular
 
 T = TypeVar("T")
 
@@ -52,7 +52,7 @@ class State:
 
 def read_state(path: Path) -> State:
     """Parses a state.json. Raises CheckpointError, with the field, for anything that `State.encode` does not write."""
-    return decode_state(path.read_bytes(), path.name)
+    return decode_state(read_regular(path), path.name)
 
 
 def decode_state(data: bytes, name: str) -> State:
@@ -84,8 +84,9 @@ def decode_state(data: bytes, name: str) -> State:
             raise fields.wrong("trainer.order_beginning", "has other fields than position and epoch")
         for name in beginning:
             fields.count(beginning, name, "trainer.order_beginning.")
-    if not isinstance(trainer.get("data_changes", []), list):
-        raise fields.wrong("trainer.data_changes", "is not a list")
+    for name, kind in (("data_changes", list), ("made_with", dict)):
+        if not isinstance(trainer.get(name, kind()), kind):
+            raise fields.wrong(f"trainer.{name}", f"cannot be {_shown(trainer[name])}")
     return state
 
 

@@ -65,19 +65,17 @@ class CheckpointStore:
 
     def all(self) -> list[Entry]:
         """Returns every checkpoint directory, lowest step first. Reads manifests only; an empty list without a root."""
-        try:
-            found = [(place, path) for path in self.root.iterdir() if (place := parse_checkpoint_name(path.name))]
-        except (FileNotFoundError, NotADirectoryError):
-            return []
-        entries = [_entry(path, step, revision) for (step, revision), path in found]
-        return sorted(entries, key=lambda entry: (entry.step, entry.revision))
+        return sorted(map(read_entry, self._directories()), key=lambda entry: (entry.step, entry.revision))
 
     def names(self) -> frozenset[str]:
         """Returns the names of all checkpoint directories."""
+        return frozenset(path.name for path in self._directories())
+
+    def _directories(self) -> list[Path]:
         try:
-            return frozenset(path.name for path in self.root.iterdir() if parse_checkpoint_name(path.name))
+            return [path for path in self.root.iterdir() if parse_checkpoint_name(path.name)]
         except (FileNotFoundError, NotADirectoryError):
-            return frozenset()
+            return []
 
     def latest(self) -> Path | None:
         """Returns the complete checkpoint of the highest step, verified by digest; None if there is none.
@@ -302,7 +300,8 @@ def parse_checkpoint_name(name: str) -> tuple[int, int] | None:
     return (int(match[1]), int(match[2] or 1)) if match else None
 
 
-def _entry(path: Path, step: int, revision: int) -> Entry:
+def read_entry(path: Path) -> Entry:
+    """The checkpoint in a directory. Its step and revision are those in the name, if that is one of a checkpoint."""
     manifest, problem = None, ""
     try:
         if path.is_symlink() or not path.is_dir():
@@ -310,6 +309,7 @@ def _entry(path: Path, step: int, revision: int) -> Entry:
         manifest = read_manifest(path)
     except CheckpointError as error:
         problem = error.message
+    step, revision = parse_checkpoint_name(path.name) or (manifest.step if manifest else 0, 1)
     return Entry(step=step, revision=revision, path=path, manifest=manifest, problem=problem)
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from smalti.config import PREFIX, package_of_command
+from smalti.config import PREFIX, package_of
 from smalti.errors import UserError, did_you_mean
 from smalti.hookspecs import HookSpecs
 from smalti.plugins import load_plugins
@@ -94,7 +94,7 @@ class Group(Command, click.Group):
         if word.startswith("-") or self.get_command(ctx, word) or self.get_command(ctx, dashed(word)):
             return super().resolve_command(ctx, args)
         name = word if isinstance(self, Root) else f"{self.name} {word}"
-        if package := package_of_command(name):
+        if package := package_of("commands", name):
             raise package.error(f"the command {name!r} belongs to {package.distribution}")
         fix = did_you_mean(word, self.list_commands(ctx), count=2) or f"list the commands with {ctx.command_path} --help"
         raise UserError(f"unknown command {name!r}", fix=fix)

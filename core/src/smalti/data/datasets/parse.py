@@ -14,7 +14,7 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from smalti.config import Dialect, package_of_command, package_of_storage
+from smalti.config import Dialect, package_of
 from smalti.data.datasets.crop_values import CropAspect, CropStyle, ResolutionType
 from smalti.data.datasets.spec import CACHE_TYPES, ENTRY_KEYS, TYPES_WITH_IMAGES, Catalog, DatasetSpec, file_name_of
 from smalti.data.datasets.wrong_values import wrong_sizes, wrong_values
@@ -323,7 +323,7 @@ class _EntryParser:
     @property
     def _other_trainers(self) -> str:
         """What reads entries in the spelling of other trainers, and how to get it; "" if it is active."""
-        package = package_of_command("config import")
+        package = package_of("commands", "config import")
         return (
             f"{package.distribution} reads those of other trainers: {package.fix}"
             if package and not self.dialect.trainer
@@ -354,7 +354,7 @@ class _EntryParser:
     def _check_choice(self, place: str, key: str, value: str, known: Collection[str]) -> None:
         if value in known:
             return
-        if package := package_of_storage(value):
+        if package := package_of("storages", value):
             self.problems.append(package.problem(f"{key}: {value!r} belongs to {package.distribution}", place))
         elif several := [name for name in known if name.endswith(f":{value}")]:
             self._add_problem(place, f"{key}: {value!r} is registered by several plugins", f"choose {' or '.join(several)}")

@@ -10,7 +10,17 @@ from pathlib import Path
 import click
 
 from smalti import CheckpointError, UserError
-from smalti.checkpoint import GROUPS, MANIFEST, WEIGHTS, ListedCheckpoint, StoredTensor, parse_checkpoint_name
+from smalti.checkpoint import (
+    GROUPS,
+    MANIFEST,
+    STATE,
+    WEIGHTS,
+    ListedCheckpoint,
+    State,
+    StoredTensor,
+    decode_state,
+    parse_checkpoint_name,
+)
 from smalti.data import Storage
 from smalti.rundir import RunDirectory
 from smalti_data.remote.checkpoints import CHECKPOINTS, UNUSABLE, RemoteCheckpoint, RemoteRun
@@ -57,6 +67,9 @@ class RemotePlace:
         checkpoint = self._found[listed.name]
         groups = {group: self.run.tensors(checkpoint, listed.manifest, group) for group in (*GROUPS, WEIGHTS)}
         return {group: found for group, found in groups.items() if found}
+
+    def state(self, listed: ListedCheckpoint) -> State:
+        return decode_state(self.run.storage.read(self._found[listed.name].prefix + STATE), STATE)
 
     def problems(self, listed: ListedCheckpoint) -> tuple[str, ...]:
         return self.run.verify(self._found[listed.name])

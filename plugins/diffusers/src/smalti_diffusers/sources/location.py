@@ -154,7 +154,7 @@ def _reported(name: str) -> Iterator[None]:
             f"{name} is neither a local file or folder nor a hub id", fix="name a folder, a file or a hub id"
         ) from error
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
-        reason = str(error).partition("\n")[0]
+        reason = str(error).partition("\n")[0].removeprefix("Got: ")
         raise UserError(
             f"{name} is not a local file or folder, and the download from the Hugging Face Hub failed: {reason}", fix=_LOGIN
         ) from error

@@ -137,7 +137,9 @@ def open_beside_base(alone: Alone, part: str, base: str, revision: str | None, v
         missing = _missing(base, folder, variant, without=replaced)
     except UserError as error:
         if base in error.message:
-            message = f"{alone.path} is not a whole pipeline, and the rest comes from {base}: {error.message}"
+            link = "which " if error.message.startswith(f"{base} ") else "where "
+            reason = link + error.message.removeprefix(f"{base} ")
+            message = f"{alone.path} is one part of a pipeline; the others come from {base}, {reason}"
             raise UserError(message, fix=f"{error.fix}; or --base_pipeline=FOLDER") from error
         raise
     scheduler = alone.scheduler if isinstance(alone, ModelFile) else None

@@ -7,7 +7,8 @@ is called without arguments and returns a `Driver`. The monitor's process calls 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from importlib.metadata import entry_points
+from functools import partial
+from importlib.metadata import EntryPoint, entry_points
 
 from smalti_health.monitor.amd import AmdSmi
 from smalti_health.monitor.nvml import Nvml
@@ -34,4 +35,9 @@ def _vendors() -> Iterator[tuple[str, Callable[[], Driver]]]:
     yield Nvml.vendor, Nvml
     yield AmdSmi.vendor, AmdSmi
     for entry in sorted(entry_points(group=GROUP), key=lambda entry: entry.name):
-        yield entry.name, lambda entry=entry: entry.load()()
+        yield entry.name, partial(_load, entry)
+
+
+def _load(entry: EntryPoint) -> Driver:
+    driver: Driver = entry.load()()
+    return driver

@@ -65,7 +65,12 @@ def new(
         model, card, gpus, goal, data, target = _asked(families, card, gpus, goal, data, target)
     target = _checked(target, overwrite=overwrite)
     request = _request(families, model, card or "detected", gpus or 1, goal or "lora", data or Path("photos"), images, prompt)
-    made = planned(request, command_line.schema, command_line.plugins, lambda line: click.echo(f"smalti: {line}", err=True))
+    try:
+        made = planned(request, command_line.schema, command_line.plugins, lambda line: click.echo(f"smalti: {line}", err=True))
+    except UserError as error:
+        if error.fix != "--model_type=full":
+            raise
+        raise UserError(error.message, fix="--goal=full") from error  # which is the option of this command
     text = as_toml(made, _again(request, card, images))
     if target is not None or not as_json:
         write_output(text, target, replace=overwrite, fix="--overwrite replaces it")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from smalti.config import PREFIX, Level, Option, package_of_option
+from smalti.config import PREFIX, Level, Option, package_of
 from smalti_webui.configs.checking import Checked, default_text
 from smalti_webui.configs.controls import Kind, as_text, choices_of, is_hidden, kind_of
 
@@ -57,7 +57,7 @@ def sections(
         options = [option for option in found.schema.options.values() if option.group is group]
         fields = tuple(_field(option, found, pending.get(option.name), suggested.get(option.name, ())) for option in options)
         if fields:
-            package = package_of_option(fields[0].name)
+            package = package_of("options", fields[0].name)
             made.append(
                 Section(
                     name=group.name,

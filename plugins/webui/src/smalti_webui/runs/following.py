@@ -195,9 +195,9 @@ def time_of(line: bytes) -> float:
     """The time of an event; 0 if the line is not one."""
     try:
         found = load_json(line)["t"]
-    except (ValueError, TypeError, KeyError):
+        return float(found) if isinstance(found, int | float) else 0.0
+    except (ValueError, TypeError, KeyError, OverflowError):
         return 0.0
-    return float(found) if isinstance(found, int | float) else 0.0
 
 
 def _with_node(line: bytes, node: int) -> bytes:
