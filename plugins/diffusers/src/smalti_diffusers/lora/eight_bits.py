@@ -75,7 +75,7 @@ class _Product(torch.autograd.Function):
             return F.linear(inputs.to(dtype), _restored(weight, scale, dtype), bias.to(dtype) if bias is not None else None)
         numbers, scales = quantised(rows, kept_as)
         product = _in_int8 if kept_as == torch.int8 else _in_e4m3
-        return product(numbers, scales, weight, scale, bias).to(dtype).unflatten(0, inputs.shape[:-1])
+        return product(numbers, scales, weight, scale, bias).to(dtype).view(*inputs.shape[:-1], -1)
 
     @staticmethod
     def backward(ctx: torch.autograd.function.FunctionCtx, gradient: Tensor) -> tuple[Tensor, None, None, None, None, None]:

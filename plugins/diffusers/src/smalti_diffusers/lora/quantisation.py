@@ -143,7 +143,8 @@ def check_device(precision: Precision, kind: str) -> None:
     if precision in _MULTIPLIED and kind == "mps":
         raise UserError("torch has no products in 8 bits on MPS devices", fix="--base_model_precision=int8-torchao")
     # Where no device is in use yet, as in a launcher, looking at it would take memory on it.
-    if precision == "fp8-rowwise" and kind == "cuda" and torch.version.hip is None and torch.cuda.is_initialized():
+    used = kind == "cuda" and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    if precision == "fp8-rowwise" and used and torch.version.hip is None:
         major, minor = torch.cuda.get_device_capability()
         if (major, minor) < (8, 9):
             message = f"products in fp8 need compute capability 8.9 or newer, and this GPU has {major}.{minor}"

@@ -28,7 +28,7 @@ def free_casts(model: nn.Module, blocks: Sequence[Block], *, recompute: bool) ->
     for name, module in model.named_modules() if recompute else ():
         in_block = any(name.startswith(f"{block.path}.") for block in blocks)
         if isinstance(module, nn.Linear | nn.Conv2d) and not in_block and module.weight.numel() >= _LEAST:
-            module.forward = partial(_computed_again, module.forward)
+            module.forward = partial(_computed_again, module.forward)  # type: ignore[method-assign]
 
 
 def _cast_anew(model: nn.Module, inputs: object) -> None:
