@@ -17,13 +17,17 @@ from pathlib import Path
 from typing import Any, cast
 
 from smalti import ExitCode
-from smalti.system import write_exit_report
+from smalti.system import ignore_write_errors, write_exit_report
 from smalti_cluster.elastic.messages import Place
 from smalti_cluster.elastic.rendezvous import GroupMember
 from smalti_cluster.nodes.node_watch import note_killed, watch_nodes
 
 FIRST_RANK_VARIABLE = "SMALTI_FIRST_RANK"
 """The environment variable with the lowest rank of this node."""
+_RANK_ERRORS = ("TORCH_CPP_LOG_LEVEL", "ERROR")
+"""For the ranks, which write to the console: of what torch says in C++ only errors. Its warnings are stacks for each request to
+the store of a lost node; the agent has the same ones in its log.
+"""
 EXIT_SECONDS = 3.0
 """The agents of several nodes wait this long for each other once their ranks have ended."""
 
@@ -45,7 +49,8 @@ def extend() -> Callable[[int], None]:
 def log_apart(directory: Path) -> None:
     """Let torch's agent write what it says of ranks that ended to `logs/` in the run directory, and not to the console.
 
-    The launcher prints why they ended; the agent knows only their exit codes.
+    So with what libraries write in C++ in this process, such as warnings of the store with their stacks. The launcher prints
+    why ranks ended; the agent knows only their exit codes.
     """
     import torch.distributed.launcher.api as api
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -53,9 +58,11 @@ def log_apart(directory: Path) -> None:
     file = directory / "logs" / f"agent-{socket.gethostname()}.log"
     try:
         file.parent.mkdir(exist_ok=True)
-        handler = logging.FileHandler(file, delay=True)
+        handler = logging.FileHandler(file)
     except OSError:
         return  # then it stays on the console
+    keep_console(handler.stream.fileno())
+    os.environ.setdefault(*_RANK_ERRORS)
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
     log = logging.getLogger("torch.distributed.elastic")
     log.addHandler(handler)
@@ -70,6 +77,27 @@ def log_apart(directory: Path) -> None:
             raise
 
     api.launch_agent = launch_and_log
+
+
+def keep_console(other: int) -> None:
+    """Let Python and the ranks write their errors where they did, and all else in this process to another file."""
+    from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
+
+    sys.stderr.flush()
+    console = os.fdopen(os.dup(2), "w", errors="backslashreplace")
+    sys.stderr = console
+    ignore_write_errors("stderr")
+    os.dup2(other, 2)
+    start = SubprocessHandler._popen
+
+    def start_on_console(self: SubprocessHandler, arguments: tuple[str, ...], environment: dict[str, str]) -> Any:
+        own, self._stderr = self._stderr, self._stderr or console
+        try:
+            return start(self, arguments, environment)
+        finally:
+            self._stderr = own
+
+    SubprocessHandler._popen = start_on_console  # type: ignore[method-assign]
 
 
 def note_killed_ranks() -> None:
