@@ -171,7 +171,7 @@ def install(devices: int, *, name: str = NAME, memory: int = MEMORY, capability:
     torch.empty(1, pin_memory=True)  # before the first, torch takes no memory for pinned
     if not torch._C._dispatch_has_kernel_for_dispatch_key("aten::silu_backward", "CUDA"):
         # Else torch would compute it in pieces, which take memory.
-        _kernels.append(torch.library.Library("aten", "IMPL", "CUDA"))
+        _kernels.append(torch.library.Library("aten", "IMPL", "CUDA"))  # type: ignore[no-untyped-call]
         _kernels[0].impl("silu_backward", lambda gradient, values: torch.empty_like(values))
 
 
