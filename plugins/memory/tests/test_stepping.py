@@ -14,11 +14,14 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from smalti import Block, UserError, World
 from smalti.checkpoint import Snapshot, load, save
 from smalti.parallel import GlooCommunicator, capture, restore
-from smalti.training.optim.optimizers import AdamW, FixedRateAdafactor, muon, sgd
+from smalti.training.optim.optimizers import AdamW
 from smalti_memory.updates import casts
 from smalti_memory.updates.stepping import NonFiniteGradientError, ReleasesGradients, StepsInPieces, in_pieces
+from smalti_optimizers.adafactor import FixedRateAdafactor
 from smalti_optimizers.adamw8bit import AdamW8bit
+from smalti_optimizers.decoupled import sgd
 from smalti_optimizers.lion import Lion
+from smalti_optimizers.muon import muon
 from smalti_optimizers.prodigy import Prodigy
 from support.forked_ranks import forked_processes
 

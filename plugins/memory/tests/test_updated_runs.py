@@ -7,6 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from smalti_testing.ranks import RankFailed
 from support.images import images_in
 from support.warm_processes import warm_processes
 
@@ -129,13 +130,27 @@ def test_a_loss_that_is_not_finite_is_skipped_and_changes_nothing(train):
     assert not list((directory / "checkpoints").glob("step-*")), "nothing of it is saved"
 
 
-@pytest.mark.parametrize("options", [{}, SHARDED], ids=["one", "two"])
-def test_a_gradient_that_is_not_finite_ends_the_run_as_weights_have_changed(train, options):
-    huge = {"learning_rate": 1e17, "adam_weight_decay": 0.0, "nonfinite_loss": "skip", "checkpoint_step_interval": 1}
-    code, output, directory = train(f"overflows-{len(options)}", **RELEASED, **huge, **options)
+OVERFLOWS = {
+    **RELEASED,
+    "learning_rate": 1e8,
+    "adam_weight_decay": 0.0,
+    "nonfinite_loss": "skip",
+    "checkpoint_step_interval": 1,
+    "checkpoint_async": False,
+}
+
+
+def test_a_gradient_that_is_not_finite_ends_the_run_as_weights_have_changed(train):
+    code, output, directory = train("overflows", **OVERFLOWS)
     assert (code, "a gradient is not finite, and release_gradients has updated weights" in output) == (1, True), output
     assert [path.name for path in (directory / "checkpoints").glob("step-*")] == ["step-00000001"]
     assert all(math.isfinite(event["loss"]) for event in events(directory)), "so its loss had not told"
+
+
+def test_so_it_does_on_every_rank(train):
+    with pytest.raises(RankFailed) as failed:
+        train("overflows-sharded", **OVERFLOWS, **SHARDED)
+    assert str(failed.value).count("NonFiniteGradientError: a gradient is not finite") == 2
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from smalti.checkpoint.snapshot import Snapshot
 from smalti.checkpoint.writer import save
 from smalti.errors import CheckpointError
 from smalti.parallel.state import capture, named_parameters, optimizer_state_of, restore
-from smalti.training.optim.optimizers import sgd
+from smalti_optimizers.decoupled import sgd
 from support.forked_ranks import SingleRank
 
 

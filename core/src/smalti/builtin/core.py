@@ -18,23 +18,7 @@ if TYPE_CHECKING:
     from smalti.models import ModelFamily
     from smalti.parallel import Communicator, Parallel
 
-OPTIMIZERS = (
-    OptimizerEntry(name="adamw", title="AdamW", state_bytes=8, factory="smalti.training.optim.optimizers:AdamW"),
-    OptimizerEntry(
-        name="adagrad",
-        title="Adagrad",
-        state_bytes=4,
-        factory="smalti.training.optim.optimizers:adagrad",
-        accepts=("eps", "weight_decay"),
-    ),
-    OptimizerEntry(
-        name="sgd",
-        title="SGD with momentum 0.9",
-        state_bytes=4,
-        factory="smalti.training.optim.optimizers:sgd",
-        accepts=("weight_decay",),
-    ),
-)
+OPTIMIZERS = (OptimizerEntry(name="adamw", title="AdamW", state_bytes=8, factory="smalti.training.optim.optimizers:AdamW"),)
 
 
 class Core:

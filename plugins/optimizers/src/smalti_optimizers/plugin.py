@@ -10,8 +10,6 @@ if TYPE_CHECKING:
     from smalti import Config, Problem
 
 _SETTINGS = {"adam_beta1": "betas", "adam_beta2": "betas", "adam_epsilon": "eps", "adam_weight_decay": "weight_decay"}
-_CORE = {"sgd": ("weight_decay",), "adagrad": ("eps", "weight_decay")}
-"""The optimizers of the core that do not take all settings, with those that they take."""
 
 
 class Optimizers:
@@ -33,8 +31,8 @@ class Optimizers:
         return [f"{option} has no effect: the optimizer {name} does not use it" for option in idle]
 
     def settings(self) -> dict[str, tuple[str, ...]]:
-        """What the optimizers of this package and of the core take; those of other packages, and AdamW, are not in it."""
-        return _CORE | {entry.name: entry.accepts for entry in self.register_optimizers()}
+        """What the optimizers of this package take."""
+        return {entry.name: entry.accepts for entry in self.register_optimizers()}
 
     @hookimpl
     def register_optimizers(self) -> list[OptimizerEntry]:
@@ -116,6 +114,20 @@ class Optimizers:
                 state_bytes=4,
                 factory="smalti_optimizers.lion:Lion",
                 accepts=("betas", "weight_decay"),
+            ),
+            OptimizerEntry(
+                name="adagrad",
+                title="Adagrad",
+                state_bytes=4,
+                factory="smalti_optimizers.decoupled:adagrad",
+                accepts=("eps", "weight_decay"),
+            ),
+            OptimizerEntry(
+                name="sgd",
+                title="SGD with momentum 0.9",
+                state_bytes=4,
+                factory="smalti_optimizers.decoupled:sgd",
+                accepts=("weight_decay",),
             ),
         ]
 

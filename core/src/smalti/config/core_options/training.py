@@ -67,7 +67,7 @@ class TrainingOptions(Options):
 class OptimizerOptions(Options):
     optimizer: str = option(
         "adamw",
-        help="Optimizer: adagrad, adamw, sgd, or one from a package, such as muon. All are in docs/optimizers.md.",
+        help="Optimizer: adamw, or one from a package, such as adamw8bit. All are in docs/optimizers.md.",
     )
     learning_rate: float = option(1e-4, help="Peak learning rate. Default: 0.0001, with prodigy 1.", ge=0)
     adam_beta1: float = option(0.9, help="Decay rate of the first moment.", level="advanced", ge=0, lt=1)

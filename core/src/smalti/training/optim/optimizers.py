@@ -68,14 +68,6 @@ class AdamW(torch.optim.AdamW):
         return has_complex
 
 
-def sgd(groups: list[dict[str, object]], **settings: object) -> torch.optim.Optimizer:
-    return decouple_decay(torch.optim.SGD(groups, momentum=0.9, **settings))  # type: ignore[arg-type]
-
-
-def adagrad(groups: list[dict[str, object]], **settings: object) -> torch.optim.Optimizer:
-    return decouple_decay(torch.optim.Adagrad(groups, **settings))  # type: ignore[arg-type]
-
-
 def decouple_decay(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     """The same optimizer, made to shrink weights by rate times decay before each step, as AdamW does.
 

@@ -9,22 +9,19 @@ import torch
 from torch import Tensor, nn
 
 from smalti import Block, Config, OptimizerEntry, UserError
-from smalti.config import ModelOptions, RunOptions, TrainingOptions
+from smalti.config import LaunchOptions, ModelOptions, RunOptions, TrainingOptions
 from smalti.parallel import Parallel, ProcessGroupParallel
-from smalti.training import build_registered
+from smalti.training import DdpParallel, build_registered
 from smalti_memory.updates.casts import free_casts
-from smalti_memory.updates.options import UpdateOptions, in_pieces
+from smalti_memory.updates.options import UpdateOptions
 from smalti_memory.updates.stepping import ReleasesGradients, Rounding, StepsInPieces, in_pieces as step_in_pieces
 
 
-def prepare(model: nn.Module, blocks: Sequence[Block], parallel: Parallel) -> None:
+def prepare(model: nn.Module, blocks: Sequence[Block], parallel: Parallel, config: Config) -> None:
     """Make the parameters of a model on the meta device bf16, or its passes keep no copies in bf16, as the options say.
 
     Raises UserError for a strategy that does not step the optimizer that it is given.
     """
-    config = parallel.config if isinstance(parallel, ProcessGroupParallel) else None
-    if config is None or not in_pieces(config):
-        return
     if type(parallel).step is not ProcessGroupParallel.step:
         raise UserError(
             f"{type(parallel).__name__} has steps of its own, which release_gradients and weights_dtype=bf16 cannot change",
@@ -34,8 +31,9 @@ def prepare(model: nn.Module, blocks: Sequence[Block], parallel: Parallel) -> No
         for parameter in model.parameters():
             if parameter.dtype == torch.float32:
                 parameter.data = parameter.data.to(torch.bfloat16)
-    if config[UpdateOptions].release_gradients:
-        free_casts(model, blocks, recompute=config[ModelOptions].gradient_checkpointing)
+    elif config[UpdateOptions].release_gradients and isinstance(parallel, DdpParallel):  # else there are no copies
+        compiled = blocks if config[LaunchOptions].dynamo_backend is not None else ()
+        free_casts(model, compiled, recompute=config[ModelOptions].gradient_checkpointing)
 
 
 def build(groups: list[dict[str, object]], config: Config, registry: Sequence[OptimizerEntry]) -> torch.optim.Optimizer:

@@ -9,7 +9,7 @@ from smalti.config import LaunchOptions, ModelOptions, OptimizerOptions, Trainin
 from smalti.parallel import in_bf16
 from smalti_memory.updates.options import UpdateOptions, in_pieces
 
-TOGETHER = ("muon", "prodigy", "adamw_schedulefree")
+TOGETHER = ("muon", "prodigy", "adamw_schedulefree", "prodigy_schedulefree")
 """Optimizers that have to see all parameters of a step at once. Others that do are found out in the first step."""
 
 

@@ -45,9 +45,14 @@ class Updates:
     @hookimpl
     def wrap_model(self, model: nn.Module, blocks: list[Block], parallel: Parallel) -> nn.Module | None:
         """None, as the strategy wraps the model; what is done here comes before its weights."""
-        from smalti_memory.updates.building import prepare
+        from smalti import Config
+        from smalti_memory.updates.options import in_pieces
 
-        prepare(model, blocks, parallel)
+        config = getattr(parallel, "config", None)
+        if isinstance(config, Config) and in_pieces(config):
+            from smalti_memory.updates.building import prepare
+
+            prepare(model, blocks, parallel, config)
         return None
 
     @hookimpl
