@@ -147,7 +147,8 @@ def _built(words, watch, closing):
         _load_for_real()
     pins_memory(torch.device(parallel.world.device).type)  # which fake memory would always be
     with watch:
-        detector, state = FailureDetector(processes=()), smalti.RunState(max_steps=0)
+        checks = config.values()["check_before_step"]
+        detector, state = FailureDetector(processes=()), smalti.RunState(max_steps=0, check_before_step=checks)
         context = Context.of(config, plugins, plan, parallel, detector, state)
         return smalti.training.build_run.build(context, closing)
 

@@ -175,7 +175,9 @@ def _completed(document: Mapping[str, object]) -> dict[str, object]:
     """With what this module sees to, where the user's own configuration says nothing else."""
     zero = section(document, "zero_optimization")
     made = {key: value for key, value in document.items() if key != "scheduler"}  # the loop schedules the learning rate
-    made.setdefault("steps_per_print", None)
+    if is_open(made.get("steps_per_print")):
+        made["steps_per_print"] = None
+        made.setdefault("timers", {"throughput": {"enabled": False}})  # which waits for the device twice a step
     if "optimizer" not in made:
         made["zero_force_ds_cpu_optimizer"] = False
     elif section(made, "optimizer")["type"] == "Muon":
