@@ -4,17 +4,16 @@ import pytest
 
 from accelerators.orderly import Orderly
 
-RUNS = {
-    "flux": {
-        "family": "flux",
-        "rank": 0,
-        "ranks": 1,
-        "flags": ["stream_base", "gradient_checkpointing"],
-        "model_type": "lora",
-        "lora_rank": 4,
-        "gradient_accumulation_steps": 2,
-    }
+FLUX = {
+    "family": "flux",
+    "rank": 0,
+    "ranks": 1,
+    "flags": ["stream_base", "gradient_checkpointing"],
+    "model_type": "lora",
+    "lora_rank": 4,
+    "gradient_accumulation_steps": 2,
 }
+RUNS = {"flux": FLUX, "flux, int8": FLUX | {"base_model_precision": "int8-rowwise"}}
 
 every_run = pytest.mark.parametrize("seen", RUNS, indirect=True)
 
