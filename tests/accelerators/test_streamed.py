@@ -15,6 +15,7 @@ RUNS = {
         "gradient_accumulation_steps": 2,
     },
 }
+RUNS["flux, int8"] = RUNS["flux"] | {"base_model_precision": "int8-rowwise"}
 RUNS["flux, paged"] = {**RUNS["flux"], "pinned_gib": 0}
 RESIDENT = {**RUNS["flux"], "flags": ["gradient_checkpointing"]}
 BLOCKS, SLOTS, MICRO_BATCHES = 4, 2, 2
