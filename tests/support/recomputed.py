@@ -54,7 +54,8 @@ class LateStream(BlockStream):
 
     def _enter(self, number, module, inputs):
         super()._enter(number, module, inputs)
-        slot = self._slot_of(number)
+        if (slot := self._slot_of(number)) is None:
+            return  # it stays
         if (memory := self.pending.pop(slot.number, None)) is not None:
             slot.memory[: len(memory)].copy_(memory)
 

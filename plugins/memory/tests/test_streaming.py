@@ -100,6 +100,33 @@ def test_a_frozen_weight_that_two_layers_share_is_copied_once():
     assert norm.weight.data_ptr() == norm.bias.data_ptr()
 
 
+@pytest.mark.parametrize("validated", [False, True])
+def test_a_block_that_is_not_recomputed_stays_on_the_device_when_it_trains(validated):
+    class Mixed(Model):
+        """The second block is not recomputed, as a few of SDXL are not."""
+
+        def forward(self, values, order=None):
+            values = self.first(values)
+            for number, block in enumerate(self.blocks):
+                values = block(values) if number == 1 else checkpoint(block, values, use_reentrant=False)
+            return values
+
+    torch.manual_seed(0)
+    resident = Mixed(5)
+    streamed, stream = copy.deepcopy(resident), LateStream()
+    for block in streamed.blocks:
+        stream.add(block)
+    stream.start()
+    if validated:
+        with torch.no_grad():  # all blocks are streamed, and their order is learned
+            assert torch.equal(streamed(torch.ones(1, WIDTH)), resident(torch.ones(1, WIDTH)))
+    for seed in range(3):
+        assert equal(train_step(streamed, seed), train_step(resident, seed))
+        with torch.no_grad():
+            assert torch.equal(streamed(torch.ones(1, WIDTH)), resident(torch.ones(1, WIDTH)))
+    assert [each.stays for each in stream._blocks] == [False, True, False, False, False]
+
+
 def test_a_block_that_is_not_recomputed_is_refused_when_it_trains():
     model, stream = Model(3, recomputes=False), LateStream()
     for block in model.blocks:

@@ -156,12 +156,23 @@ def test_what_is_set_stays_and_the_message_says_what_bars_a_smaller_way(search):
     assert "stream_base" in raised.value.fix.partition(": ")[0]
 
 
-def test_frozen_weights_lose_no_precision_where_streaming_them_takes_less_time_than_restoring_them(search):
-    streamed = search("middle", "lora", "24GB").best()
-    assert (streamed.options.get("stream_base"), "base_model_precision" in streamed.options) == (True, False)
-    less = search("middle", "lora", "24GB", "--no_stream_base", "--no_fsdp_enable", "--no_gradient_checkpointing").best()
-    assert "base_model_precision" in less.options
-    assert less.slowest.parts["restoring weights"] > 0 == streamed.slowest.parts["restoring weights"]
+def test_restoring_frozen_weights_takes_time_so_that_they_lose_no_precision_for_nothing(search):
+    one = search("middle", "lora", "80GB")
+    [alone] = (each for each in strategies_for(one.config, one.plugins, WORLD) if each.name == "single")
+    whole, *less = (
+        estimate(replace(one.model, frozen=frozen), one.run, alone, "full", 1, one.device, WORLD)
+        for frozen in (one.model.frozen, *one.model.smaller)
+    )
+    assert all(each.seconds > whole.seconds for each in less)
+    assert whole.slowest.parts["restoring weights"] == 0
+
+
+def test_a_micro_batch_must_fit_while_its_images_are_encoded(search):
+    one = search("small", "lora", "8GB")
+    chosen = one.best()
+    several = replace(chosen, candidate=replace(chosen.candidate, micro_batch=4))
+    assert (several.fit.level, fits(chosen, one.device, one.host)) == ("fits", True)
+    assert not fits(several, one.device, one.host), "four images of a megapixel take 10 GiB"
 
 
 def test_host_memory_is_a_limit_too(search):

@@ -8,6 +8,9 @@ What a slot holds at a turn is used again first, so a step copies every block tw
 Which block follows is learned from the order of calls. It decides only what is copied ahead: a block that is not there when it
 is called is copied then.
 
+A block that trains without being recomputed, as one of the middle of SDXL, stays on the device from its first step on: its
+backward pass would find other weights in the slot.
+
 Nothing here is in a checkpoint, which has no frozen weights.
 """
 
@@ -53,6 +56,8 @@ class _Block:
     homes: list[_Home]
     there: dict[int, list[Tensor]] = field(default_factory=dict)
     """By slot, the tensors of `homes` in it."""
+    stays: bool = False
+    """On the device."""
 
 
 @dataclass(kw_only=True, eq=False)
@@ -123,19 +128,19 @@ class BlockStream:
 
     def _enter(self, number: int, module: nn.Module, inputs: object) -> None:
         """A block is about to compute: its weights arrive, and those of the next one are sent for."""
+        if self._blocks[number].stays:
+            return
         call = _Call(number, torch._C._current_graph_task_id() != -1, torch.is_grad_enabled())
         if call.trains and not call.recomputes and keeps_all():
-            raise UserError(
-                f"{type(module).__name__} trains without recomputing its activations, so its weights cannot be streamed",
-                fix="a model whose blocks are recomputed with --gradient_checkpointing, or --no_stream_base",
-            )
+            self._keep(number, module)
+            return
         slot = self._slot_of(number) or self._fetch(number)
         if slot.arrived is not None:
             torch.accelerator.current_stream(self.device).wait_event(slot.arrived)
         self._slots.remove(slot)
         self._slots.append(slot)  # the one that was used last
         following = self._following(call)
-        if following is not None and self._slot_of(following) is None:
+        if following is not None and not self._blocks[following].stays and self._slot_of(following) is None:
             self._fetch(following)
 
     def _following(self, call: _Call) -> int | None:
@@ -149,6 +154,23 @@ class BlockStream:
 
     def _slot_of(self, number: int) -> _Slot | None:
         return next((slot for slot in self._slots if slot.holds == number), None)
+
+    @torch.no_grad()
+    def _keep(self, number: int, module: nn.Module) -> None:
+        """Copy a block to the device for good. Raises UserError if that would be most of what is streamed."""
+        block = self._blocks[number]
+        block.stays = True
+        if sum(len(each.memory) * (1 if each.stays else -1) for each in self._blocks) > 0:
+            raise UserError(
+                f"{type(module).__name__} trains without recomputing its activations, so its weights cannot be streamed",
+                fix="a model whose blocks are recomputed with --gradient_checkpointing, or --no_stream_base",
+            )
+        if (slot := self._slot_of(number)) is not None:
+            slot.holds = None
+        memory = block.memory.to(self.device, copy=True)
+        for home in block.homes:
+            home.table[home.name] = _like(home.tensor, home.put_together(memory))
+        self.copied += len(memory)
 
     @torch.no_grad()
     def _fetch(self, number: int) -> _Slot:

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from smalti_plan.choices import Choice, estimate, resident_sizes, strategies_for
-from smalti_plan.limit.search import Search, host_of
+from smalti_plan.limit.search import Search, fits, host_of
 
 
 def exhaustive(search: Search) -> Choice | None:
@@ -35,4 +35,5 @@ def _all(search, model, strategies):
 
 def _fits(choice, search):
     options = {name: value for name, value in choice.options.items() if name in search.fixed}
-    return choice.fit.level == "fits" and all(search.config.value(name) == value for name, value in options.items())
+    is_within = choice.fit.level == "fits" and fits(choice, search.device, 2**60)
+    return is_within and all(search.config.value(name) == value for name, value in options.items())

@@ -20,7 +20,7 @@ from smalti_plan.counted import facts_of
 from smalti_plan.fit import ALLOWANCES
 from smalti_plan.formulas.run_facts import RunFacts
 from smalti_plan.here import detected, named_device
-from smalti_plan.limit.search import Search, host_of, settings, with_options
+from smalti_plan.limit.search import Search, host_of, seconds_of, settings, with_options
 from smalti_plan.options import AUTO, PlanOptions
 from smalti_plan.report import flags
 
@@ -143,5 +143,5 @@ def predicted(choice: Choice, device: DeviceModel) -> str:
     return (
         f"{choice.strategy.title}, recompute {candidate.recompute}, batch {candidate.micro_batch}x{candidate.accumulation}; "
         f"predicted are {fit.least / 2**30:.1f} to {format_bytes(fit.most)} of {format_bytes(device.memory)}{tight}, "
-        f"{format_bytes(host_of(choice))} of host memory, {choice.fastest.seconds:.2g} to {choice.slowest.seconds:.2g} s a step"
+        f"{format_bytes(host_of(choice))} of host memory, {' to '.join(seconds_of(choice))} s a step"
     )

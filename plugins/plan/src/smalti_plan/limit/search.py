@@ -18,6 +18,9 @@ from smalti_plan.fit import HOST_PROCESS, allowances
 from smalti_plan.formulas.run_facts import RunFacts
 from smalti_plan.report import flags
 
+_ENCODING = 2700
+"""Bytes that an autoencoder needs for each pixel of a micro-batch while it encodes it in fp32: rehearsals count up to 2,570."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Search:
@@ -129,15 +132,25 @@ def with_options(config: Config, options: Mapping[str, object], why: str) -> Con
 
 
 def fits(choice: Choice, device: DeviceModel, host: int) -> bool:
-    """Whether what was counted, and the least of what no count sees, is within the device's memory and `host` bytes."""
-    peak = choice.counted.peak.total
-    least = peak + sum(each.least * (peak if each.share else 1) for each in allowances(device, choice.counted.ranks))
+    """Whether what was counted, and the least of what no count sees, is within the device's memory and `host` bytes.
+
+    Images are encoded in micro-batches too, before the model is there.
+    """
+    counted = choice.counted
+    peak = max(counted.peak.total, choice.candidate.micro_batch * counted.width * counted.height * _ENCODING)
+    least = peak + sum(each.least * (peak if each.share else 1) for each in allowances(device, counted.ranks))
     return choice.fit.level != "does not fit" and least <= device.memory and host_of(choice) <= host
 
 
 def host_of(choice: Choice) -> int:
     """Bytes of host memory for all ranks of a node, their processes included."""
     return choice.fit.host + int(HOST_PROCESS.most) * choice.world.local_size
+
+
+def seconds_of(choice: Choice) -> tuple[str, str]:
+    """The range of a step's seconds, each with two digits."""
+    least, most = (f"{float(f'{each.seconds:.2g}'):g}" for each in (choice.fastest, choice.slowest))
+    return least, most
 
 
 def _need(choice: Choice) -> int:
