@@ -104,6 +104,11 @@ def test_an_older_configuration_names_the_package_where_it_is_absent(name, advic
         assert advice in (caught.value.fix or "")
 
 
+def test_defaults_of_an_optimizer_are_found_however_its_name_is_written():
+    given = config("--optimizer=optimizers:Prodigy-ScheduleFree")
+    assert (given.value("learning_rate"), given.value("adam_beta2")) == (1.0, 0.99)
+
+
 @pytest.mark.parametrize(
     ("flags", "idle"),
     [

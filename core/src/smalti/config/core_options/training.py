@@ -69,11 +69,14 @@ class OptimizerOptions(Options):
         "adamw",
         help="Optimizer: adamw, or one from a package, such as adamw8bit. All are in docs/optimizers.md.",
     )
-    learning_rate: float = option(1e-4, help="Peak learning rate. Default: 0.0001, with prodigy 1.", ge=0)
+    learning_rate: float = option(
+        1e-4, help="Peak learning rate. Default: 0.0001, with prodigy or prodigy_schedulefree 1.", ge=0
+    )
     adam_beta1: float = option(0.9, help="Decay rate of the first moment.", level="advanced", ge=0, lt=1)
     adam_beta2: float = option(
         0.999,
-        help="Decay rate of the second moment; of the momentum for lion. Default: 0.999, with lion and stableadamw 0.99.",
+        help="Decay rate of the second moment; of the momentum for lion. "
+        "Default: 0.999, with lion, prodigy_schedulefree and stableadamw 0.99.",
         level="advanced",
         ge=0,
         lt=1,
@@ -115,7 +118,7 @@ class OptimizerOptions(Options):
 def implied_settings(given: Mapping[str, object]) -> Translation:
     """The settings that the optimizer has by default, where they are not given."""
     name = given.get("optimizer")
-    settings = SETTINGS.get(name.rpartition(":")[2].strip().lower(), {}) if isinstance(name, str) else {}
+    settings = SETTINGS.get(name.rpartition(":")[2].strip().lower().replace("-", "_"), {}) if isinstance(name, str) else {}
     return Translation(values={option: (str(name), value) for option, value in settings.items() if given.get(option) is None})
 
 
