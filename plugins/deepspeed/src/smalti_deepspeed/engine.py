@@ -105,7 +105,7 @@ class DeepSpeedParallel(ProcessGroupParallel):
         if self.bf16 and self._weights is not None:
             state.fill(self._weights)  # DeepSpeed has made the fp32 weights from 16-bit ones
         self._weights = None
-        self._state = state
+        self.state = state
         self.model, self.optimizer = engine, engine.basic_optimizer
         return engine, engine.basic_optimizer
 
