@@ -119,6 +119,7 @@ def _reasons(choice: Choice, found: Sequence[Choice]) -> Iterator[tuple[str, str
     strategy, recompute = choice.strategy, choice.candidate.recompute
     plain = [each for each in found if not each.strategy.divided and not each.strategy.offloaded]
     kept = [each for each in found if each.strategy.name == strategy.name and each.candidate.recompute == "none"]
+    kept = kept or [each for each in plain if each.candidate.recompute == "none"]
     whole = [each for each in found if "base_model_precision" not in each.strategy.options]
     if "base_model_precision" in strategy.options:
         yield "base_model_precision", _instead("the frozen weights in less memory", "without at best", whole)
