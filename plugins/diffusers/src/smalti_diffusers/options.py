@@ -142,8 +142,7 @@ class LoraOptions(Options):
     )
     base_model_precision: Precision = option(
         "no_change",
-        help="Quantise the frozen linear layers of the blocks. int8-rowwise and fp8-rowwise also multiply in 8 bits, "
-        "and can be sharded. Other weights follow lora_base_dtype.",
+        help="Quantise the frozen linear layers of the blocks. rowwise also multiplies in 8 bits, and can be sharded.",
         when="model_type == lora",
         tradeoff="8 bits take half the memory of bf16, nf4 a quarter; slower steps with torchao, rounded inputs with rowwise",
     )
