@@ -55,7 +55,7 @@ class LateStream(BlockStream):
     def _enter(self, number, module, inputs):
         super()._enter(number, module, inputs)
         slot = self._slot_of(number)
-        if (memory := self.pending.pop(slot.number, None)) is not None:
+        if slot is not None and (memory := self.pending.pop(slot.number, None)) is not None:
             slot.memory[: len(memory)].copy_(memory)
 
 

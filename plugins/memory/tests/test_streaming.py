@@ -100,7 +100,28 @@ def test_a_frozen_weight_that_two_layers_share_is_copied_once():
     assert norm.weight.data_ptr() == norm.bias.data_ptr()
 
 
-def test_a_block_that_is_not_recomputed_is_refused_when_it_trains():
+def test_one_block_of_many_that_is_not_recomputed_stays_on_the_device():
+    class Partly(Model):
+        def forward(self, values, order=None):
+            values = self.first(values)
+            for number, block in enumerate(self.blocks):
+                values = block(values) if number == 2 else checkpoint(block, values, use_reentrant=False)
+            return values
+
+    torch.manual_seed(0)
+    resident = Partly(6)
+    streamed, stream = copy.deepcopy(resident), LateStream()
+    for block in streamed.blocks:
+        stream.add(block)
+    stream.start()
+    for seed in range(3):
+        with torch.no_grad():
+            assert torch.equal(streamed(torch.ones(2, WIDTH)), resident(torch.ones(2, WIDTH)))
+        assert equal(train_step(streamed, seed), train_step(resident, seed))
+    assert stream._resident == {2}
+
+
+def test_a_model_that_is_not_recomputed_is_refused_when_it_trains():
     model, stream = Model(3, recomputes=False), LateStream()
     for block in model.blocks:
         stream.add(block)

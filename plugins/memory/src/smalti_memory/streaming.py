@@ -28,6 +28,8 @@ from smalti_memory.activations import keeps_all
 from smalti_memory.host_memory import HostMemory
 from smalti_memory.options import SLOTS
 
+_RESIDENT = 0.25
+"""Of the bytes of all blocks, those of blocks that may stay on the device because they are not recomputed."""
 _ALIGNMENT = 256
 """Bytes to which tensors within a block are aligned: what vectorised kernels want at most."""
 
@@ -82,6 +84,8 @@ class BlockStream:
         self.host = host
         self._blocks: list[_Block] = []
         self._modules: list[nn.Module] = []
+        self._resident: set[int] = set()
+        """Blocks that are not recomputed, as the first one in the middle of SDXL's U-Net."""
         self._slots: list[_Slot] = []
         self._stream: torch.Stream | None = None
         self._next: dict[tuple[bool, int], int] = {}
@@ -124,19 +128,34 @@ class BlockStream:
     def _enter(self, number: int, module: nn.Module, inputs: object) -> None:
         """A block is about to compute: its weights arrive, and those of the next one are sent for."""
         call = _Call(number, torch._C._current_graph_task_id() != -1, torch.is_grad_enabled())
-        if call.trains and not call.recomputes and keeps_all():
-            raise UserError(
-                f"{type(module).__name__} trains without recomputing its activations, so its weights cannot be streamed",
-                fix="a model whose blocks are recomputed with --gradient_checkpointing, or --no_stream_base",
-            )
+        if number not in self._resident and call.trains and not call.recomputes and keeps_all():
+            self._settle(number, module)
+        if number in self._resident:
+            return
         slot = self._slot_of(number) or self._fetch(number)
         if slot.arrived is not None:
             torch.accelerator.current_stream(self.device).wait_event(slot.arrived)
         self._slots.remove(slot)
         self._slots.append(slot)  # the one that was used last
         following = self._following(call)
-        if following is not None and self._slot_of(following) is None:
+        if following is not None and following not in self._resident and self._slot_of(following) is None:
             self._fetch(following)
+
+    @torch.no_grad()
+    def _settle(self, number: int, module: nn.Module) -> None:
+        """From here on the block's weights stay on the device: a backward pass needs them that does not call it again."""
+        self._resident.add(number)
+        sizes = [len(block.memory) for block in self._blocks]
+        if sum(sizes[each] for each in self._resident) > _RESIDENT * sum(sizes):
+            raise UserError(
+                f"{type(module).__name__} trains without recomputing its activations, so its weights cannot be streamed",
+                fix="a model whose blocks are recomputed with --gradient_checkpointing, or --no_stream_base",
+            )
+        if (slot := self._slot_of(number)) is not None:
+            slot.holds = None
+        memory = self._blocks[number].memory.to(self.device, copy=True)
+        for home in self._blocks[number].homes:
+            home.table[home.name] = _like(home.tensor, home.put_together(memory))
 
     def _following(self, call: _Call) -> int | None:
         """The block that will be called next, as far as that is known."""
