@@ -125,7 +125,8 @@ def test_the_essay_tells_as_many_hooks_and_methods_of_parallel_as_there_are(root
     assert tuple(map(int, told)) == (methods(Parallel), methods(TrainingState), len(HOOKS))
 
 
-def test_only_the_plugin_that_the_essay_names_asks_for_a_place_in_the_order(root):
+def test_only_the_plugins_that_the_essay_names_ask_for_a_place_in_the_order(root):
     sources = [*(root / "core" / "src").rglob("*.py"), *root.glob("plugins/*/src/**/*.py")]
     order = {path.stem: re.findall(r"@hookimpl\((\w+)", path.read_text(encoding="utf-8")) for path in sources}
-    assert {name: found for name, found in order.items() if found} == {"run_directory": ["tryfirst", "trylast"]}
+    expected = {"run_directory": ["tryfirst", "trylast"], "activation_plugin": ["tryfirst"]}
+    assert {name: found for name, found in order.items() if found} == expected

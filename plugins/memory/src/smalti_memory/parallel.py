@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -38,7 +40,7 @@ class StreamedParallel(DdpParallel):
     def _host_memory(self) -> HostMemory:
         limit, kind = self.config[MemoryOptions].pinned_gib, torch.device(self.world.device).type
         size = free_share(self.world.local_size) if limit is None else int(limit * 2**30)
-        return HostMemory(kind, limit=size, folder=self.config[RunOptions].output_dir)
+        return HostMemory(kind, limit=size, folder=cast(Path, self.config[RunOptions].output_dir))
 
     def _streamed(self, model: nn.Module, blocks: Sequence[Block]) -> dict[str, nn.Module]:
         """By path, the blocks that do not stay on the device: the last ones do, as they are needed first on the way back.
