@@ -222,8 +222,8 @@ class Preparation:
         """Run to the end. The last lines of output say how it ended and how to continue. `standby` can start the ranks."""
         for notice in self.notices:
             click.echo(f"smalti: note: {notice}", err=True)
-        click.echo(f"smalti: {self.site.plugins.summary}", err=True)
         click.echo(f"smalti: {'; '.join(f'{name} {self.facts[name]}' for name in _FIRST if name in self.facts)}", err=True)
+        click.echo(f"smalti: {self.site.plugins.summary}", err=True)
         with _failures_recorded(self.site):
             write_launch_files(self.directory, self.config, self.site.plugins, self.plan)
             if self.site.writer is not None:
