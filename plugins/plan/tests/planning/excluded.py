@@ -42,7 +42,16 @@ EXCLUDED: dict[tuple[str, str], tuple[tuple[str, ...], str]] = {
         ("model_type=full", "base_model_precision=int8-torchao"),
         "beside them only an adapter can be trained",
     ),
-    ("`--optimizer=adafactor`", "FSDP"): (("fsdp_enable", "optimizer=adafactor"), "Adafactor does not work under FSDP"),
+    ("`--release_gradients`", "gradient accumulation"): (
+        ("release_gradients", "max_grad_norm=0", "gradient_accumulation_steps=2"),
+        "release_gradients",
+    ),
+    ("`--release_gradients`", "a limit of the whole norm"): (("release_gradients", "max_grad_norm=1"), "release_gradients"),
+    ("`--release_gradients`", "DeepSpeed"): ((ZERO, "release_gradients", "max_grad_norm=0"), "release_gradients"),
+    ("`--base_model_precision=int8-rowwise`", "training all weights"): (
+        ("model_type=full", "base_model_precision=int8-rowwise"),
+        "beside them only an adapter can be trained",
+    ),
     ("`--optimizer=adafactor`", "DeepSpeed"): ((ZERO, "optimizer=adafactor"), "Adafactor does not work under DeepSpeed"),
     ("`--optimizer=adamw8bit`", "DeepSpeed"): (
         (ZERO, "optimizer=adamw8bit"),
