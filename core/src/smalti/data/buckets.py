@@ -144,8 +144,8 @@ class CropSettings:
         if self.crop_aspect == "random":
             reached = np.subtract.accumulate([(choices + 0.5) / RANDOM_CHOICES * sum(weights), *weights])[1:] < 0
             last = len(weights) - 1 - (weights[::-1] > 0).argmax(axis=0)
-            drawn: Sides = np.where(reached.any(axis=0), reached.argmax(axis=0), last)
-            return drawn
+            chosen: Sides = np.where(reached.any(axis=0), reached.argmax(axis=0), last)
+            return chosen
         quotients = np.array([aspect * heights / widths for aspect, _, _ in self._aspects])
         distances = np.where(weights > 0, np.abs(np.log(quotients)), np.inf)
         # The last bits of the logarithms of numpy depend on the processor, those of `math` do not.

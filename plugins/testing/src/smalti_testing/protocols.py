@@ -102,6 +102,7 @@ CHAPTERS = (
         "(name, parameter) pairs. Each group may have a `weight_decay` of its own. State that is a tensor is saved under the "
         "name of its parameter; other state and the settings of groups are saved as JSON.",
         classes=("smalti:OptimizerEntry",),
+        optional=("smalti.training:WeightAverage", "smalti.training:StepsInBackward"),
     ),
     Chapter(
         title="Work between steps",
