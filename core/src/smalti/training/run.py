@@ -197,6 +197,25 @@ class Run(Assembled):
         clip = parallel.clip_gradient_values if options.grad_clip_method == "value" else parallel.clip_gradients
         return clip(options.max_grad_norm)
 
+    def check(self, loss: Tensor, norm: Tensor) -> tuple[Callable[[], Sequence[float]], bool]:
+        """What gives loss and norm as numbers, and whether the optimizer is to step: always where the run `looks_back`."""
+        if not self.looks_back:
+            numbers = float(loss), float(norm)
+            return lambda: numbers, all(map(math.isfinite, numbers))
+        values = torch.stack((loss.float(), norm.float()))
+        self.optimizer.found_inf = 1 - values.isfinite().all().float()  # type: ignore[attr-defined]
+        there, device = values.to("cpu", non_blocking=True), torch.device(self.world.device)  # pinned memory
+        ready = None if device.type == "cpu" else torch.Event(device)
+        if ready is not None:
+            ready.record()
+
+        def read() -> Sequence[float]:
+            if ready is not None:
+                ready.synchronize()
+            return cast(list[float], there.tolist())
+
+        return read, True
+
     def settle(self) -> float:
         """Count the step that was queued last, if there is one that does not count yet; the seconds that this took.
 

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import math
 import time
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import cast
 
 import torch
-from torch import Tensor
 
 from smalti.config import CheckpointOptions, LaunchOptions, TrainingOptions
 from smalti.data import Batch
@@ -115,7 +111,7 @@ def train_step(run: Run, batch: Batch) -> None:
             with attention_kernel(kernel), products_in_tf32(tf32):  # recomputation is part of it
                 run.parallel.backward(loss)
         total += loss.detach()
-    read, steps = check(run, run.parallel.mean(total), run.clip_gradients())
+    read, steps = run.check(run.parallel.mean(total), run.clip_gradients())
     state, learning_rate = run.state, float(run.optimizer.param_groups[0]["lr"])
     run.saver.wait_for_staging()
     if run.ema is not None:
@@ -138,26 +134,6 @@ def train_step(run: Run, batch: Batch) -> None:
         state.step, state.skipped = state.step + 1, 0
     else:
         run.settle()
-
-
-def check(run: Run, loss: Tensor, norm: Tensor) -> tuple[Callable[[], Sequence[float]], bool]:
-    """What gives loss and norm as numbers, and whether the optimizer is to step: always where the run `looks_back`."""
-    if not run.looks_back:
-        numbers = float(loss), float(norm)
-        return lambda: numbers, all(map(math.isfinite, numbers))
-    values = torch.stack((loss.float(), norm.float()))
-    run.optimizer.found_inf = 1 - values.isfinite().all().float()  # type: ignore[attr-defined]
-    there, device = values.to("cpu", non_blocking=True), torch.device(run.world.device)  # pinned memory
-    ready = None if device.type == "cpu" else torch.Event(device)
-    if ready is not None:
-        ready.record()
-
-    def read() -> Sequence[float]:
-        if ready is not None:
-            ready.synchronize()
-        return cast(list[float], there.tolist())
-
-    return read, True
 
 
 @dataclass(frozen=True, kw_only=True)
