@@ -31,7 +31,7 @@ RUNS = {
     "prodigy": {"rank": 0, "ranks": 1, "optimizer": "prodigy"},
     **{f"zero{stage}": {"deepspeed_config": json.dumps({"zero_optimization": {"stage": stage}})} for stage in (1, 2, 3)},
 }
-LOSS_AND_NORM = {"training.trainer.check": 2}
+LOSS_AND_NORM = {"training.run.Run.check": 2}
 WAITS = {
     "single": {},
     "fsdp2": {},
@@ -40,7 +40,7 @@ WAITS = {
     "fsdp2, average on the host": {},
     "single, checked": LOSS_AND_NORM,
     "offload": {
-        "training.trainer.check": 1,
+        "training.run.Run.check": 1,
         "": 31,
     },  # torch adds up on the host what the second micro-batch gives, tensor by tensor
     "fsdp2, 8 bits": LOSS_AND_NORM,

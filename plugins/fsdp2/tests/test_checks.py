@@ -17,7 +17,7 @@ from smalti.plugins.schema import schema_of
 from smalti_fsdp2 import checks
 from support.commands import commands
 
-PLUGINS = load_plugins(Selection(only=("fsdp2", "toy")))
+PLUGINS = load_plugins(Selection(only=("fsdp2", "optimizers", "toy")))
 
 
 def config(*flags: str) -> Config:

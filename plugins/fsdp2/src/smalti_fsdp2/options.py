@@ -128,8 +128,7 @@ class FsdpOptions(Options):
     fsdp_output_dtype: Precision = option("auto", help="Dtype of the model's output. auto: unchanged.", level="expert")
     fsdp_bf16_blocks: bool = option(
         False,
-        help="Compute blocks in bf16 throughout, where their parameters are gathered in bf16: norms and sums too, which "
-        "otherwise are in fp32.",
+        help="Compute blocks in bf16 throughout, norms and sums too. Needs parameters that are gathered in bf16.",
         level="advanced",
         tradeoff="reads and writes less memory; losses differ by the noise of bf16",
     )

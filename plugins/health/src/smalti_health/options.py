@@ -56,11 +56,10 @@ class HealthOptions(Options):
 
     check_before_step: bool | None = option(
         None,
-        help="Know on all ranks that loss and gradient are finite before any weight changes; else the device leaves a step "
-        "out by itself, and the host reads its result during the next one. Default: off on CUDA in a single process and with "
-        "FSDP2. Always on with DeepSpeed, offloaded weights, and optimizers other than adamw.",
+        help="Wait for loss and gradient norm before any weight changes. Default: off on CUDA with adamw, in one process or "
+        "with FSDP2.",
         level="advanced",
-        tradeoff="on: the device is idle for a moment in each step",
+        tradeoff="on: the device is idle for a moment in each step; off: it leaves out steps that are not finite",
     )
 
     def limits(self) -> Limits:
