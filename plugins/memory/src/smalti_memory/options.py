@@ -24,7 +24,7 @@ class MemoryOptions(Options):
     )
     pinned_gib: float | None = option(
         None,
-        help="Pinned host memory for each rank's streamed weights, in GiB; the rest is read from a file in the run directory. "
+        help="Pinned host memory for a rank's streamed weights, in GiB; the rest is in a file of the run directory. "
         "Default: three quarters of the free host memory, shared by the ranks of a node.",
         tradeoff="less host memory that cannot be swapped, slower copies of what is beyond it",
         when="stream_base",

@@ -324,7 +324,7 @@ def optimizer_state_that_cannot_be_is_refused_on_all_ranks(subject: StrategySubj
     *_, last = (found["exp_avg_sq"] for found in negative.optimizer_state.values() if "exp_avg_sq" in found)
     last.view(-1)[-1] = -1
     empty.param_groups = [{} for _ in empty.param_groups]
-    for step, state, told in ((52, negative, "in the optimizer state is negative"), (53, empty, "has no settings")):
+    for step, state, reason in ((52, negative, "in the optimizer state is negative"), (53, empty, "has no settings")):
         if subject.parallel.world.is_main:
             save(subject.folder, _snapshot(state, step), SingleRank())  # type: ignore[arg-type]
         subject.parallel.barrier()
@@ -336,7 +336,7 @@ def optimizer_state_that_cannot_be_is_refused_on_all_ranks(subject: StrategySubj
             )
         except CheckpointError as refused:
             error = refused.message
-        expect(told in error, f"it was read, or another reason was given: {error or 'none'}")
+        expect(reason in error, f"it was read, or another reason was given: {error or 'none'}")
     subject.parallel.state.load(kept)  # a refused checkpoint may have been read into the state
 
 
