@@ -135,7 +135,7 @@ def steps(stage: Stage, order: Order, memory: _Memory) -> Measured:
         results.append(result)
         run.state.step = result.step
 
-    run.tell = tell  # type: ignore[method-assign]
+    run.finish_step = tell  # type: ignore[method-assign]
     run.state.check_before_step = None
 
     def step() -> None:

@@ -61,6 +61,7 @@ def log_apart(directory: Path) -> None:
         handler = logging.FileHandler(file)
     except OSError:
         return  # then it stays on the console
+    assert handler.stream is not None  # opened at once
     keep_console(handler.stream.fileno())
     os.environ.setdefault(*_RANK_ERRORS)
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
@@ -97,7 +98,7 @@ def keep_console(other: int) -> None:
         finally:
             self._stderr = own
 
-    SubprocessHandler._popen = start_on_console  # type: ignore[method-assign]
+    SubprocessHandler._popen = start_on_console  # type: ignore[method-assign, assignment]
 
 
 def note_killed_ranks() -> None:

@@ -185,7 +185,7 @@ def it_decays_the_weights_of_the_groups_that_say_so(subject: OptimizerSubject) -
     training.optimizer.step()
     decayed = matrices(training.model)
     for name, parameter in training.model.named_parameters():
-        one, other = float(before[name].norm()), float(parameter.detach().norm())
+        one, other = (float(each.double().norm()) for each in (before[name], parameter.detach()))
         if decays and name in decayed:
             expect(other < one, f"{name} has weight_decay 0.1 and did not shrink in a step without a gradient")
         else:

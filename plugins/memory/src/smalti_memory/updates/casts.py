@@ -30,7 +30,7 @@ def free_casts(model: nn.Module, compiled: Sequence[Block], *, recompute: bool) 
         in_block = any(name.startswith(f"{block.path}.") for block in compiled)
         weight = module.weight if type(module) in (nn.Linear, nn.Conv2d) else None
         if weight is not None and weight.numel() >= _LEAST and not in_block:
-            module.forward = partial(_computed_again, module.forward)  # type: ignore[method-assign]
+            module.forward = partial(_computed_again, module.forward)
 
 
 def _cast_anew(model: nn.Module, inputs: object) -> None:

@@ -123,7 +123,7 @@ class Stage:
             alone = GlooCommunicator(world=world, group=None)
             saver = Saver(write=_write_nothing, communicator=alone, background=alone)
             self.run = run = begin(made, saver, cast(Loader, _NoLoader()))
-            run.tell = lambda batch, result: None  # type: ignore[method-assign]
+            run.finish_step = lambda batch, result: None  # type: ignore[method-assign]
             self._mark_state()
         hook_gradients(run.parallel.unwrap(run.model), lambda gradient: self.ledger.mark([gradient], "gradients"))
         self._first_state()
