@@ -82,6 +82,7 @@ _OPTIMIZERS = (
         title="schedule-free Prodigy",
         state_bytes=16,
         factory="smalti_optimizers.prodigy_schedule_free:ProdigyScheduleFree",
+        accepts=("betas", "eps"),
         flat=False,
     ),
     OptimizerEntry(
