@@ -25,7 +25,7 @@ from smalti_deepspeed.accelerate_import import KEYS
 from smalti_deepspeed.config import resolved
 from smalti_deepspeed.offload_folder import LOCK, Claim, Leftovers, claim_together, swap_bytes
 
-PLUGINS = load_plugins(Selection(only=("deepspeed", "fsdp2", "toy")))
+PLUGINS = load_plugins(Selection(only=("deepspeed", "fsdp2", "optimizers", "toy")))
 SCHEMA = schema_of(PLUGINS)
 ZERO2 = {"zero_optimization": {"stage": 2}}
 NO_LIBAIO = "DeepSpeed swaps to a drive with libaio, which is not here"

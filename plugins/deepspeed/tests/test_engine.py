@@ -281,7 +281,7 @@ def of_optimizer(kind: str, stage: int) -> tuple[str, ...]:
     optimizer = {"type": kind.split()[0], "params": OPTIMIZERS[kind][0]}
     offload = {"offload_optimizer": {"device": "cpu"}} if kind.endswith("offloaded") else {}
     document = {"zero_optimization": {"stage": stage, **ALL_CUT, **offload}, "optimizer": optimizer}
-    return (f"--deepspeed_config={json.dumps(document)}",)
+    return (f"--deepspeed_config={json.dumps(document)}", "--plugins=optimizers")
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])

@@ -15,7 +15,7 @@ from support.forked_ranks import forked_processes
 RATE = 1e-4
 """At which the rounding of products in bf16, in which both compute, is within the tolerance of the contract."""
 DOCUMENT = {"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}}
-FLAGS = (f"--deepspeed_config={json.dumps(DOCUMENT)}", "--optimizer=muon", f"--learning_rate={RATE}")
+FLAGS = (f"--deepspeed_config={json.dumps(DOCUMENT)}", "--optimizer=muon", "--plugins=optimizers", f"--learning_rate={RATE}")
 OFFLOADED = {"zero_optimization": {**DOCUMENT["zero_optimization"], "offload_param": {"device": "cpu"}}}
 NOT_HERE = ("its_state_is_portable", "it_leaves_in_good_order")
 """The first looks for the state of AdamW, the second ends the group of processes."""

@@ -283,7 +283,7 @@ class Strategy(Registered):
     strategy that can divide nothing names no part, and is the only kind that trains a model which cannot be sharded.
     `frozen` is the same for parameters that do not train. `bytes` are per parameter that trains, before it is divided.
     `offloaded` parts are in host memory; "frozen" are the parameters of blocks that do not train, but for as many GiB of them
-    as the option `resident_gib` in `options` says. With "activations" the device keeps those of two blocks. With
+    as the option `resident_gib` in `options` says. With "activations" the device keeps those of a few blocks. With
     `keeps_gradients` the memory of gradients stays allocated between steps.
 
     A strategy that gathers holds `gathered` copies of its largest block in the forward pass, each of `gathered_bytes` per

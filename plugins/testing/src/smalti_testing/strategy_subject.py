@@ -148,7 +148,8 @@ def open_strategy(name: str, flags: tuple[str, ...], ranks: int, frozen: tuple[s
 def open_family(name: str, flags: tuple[str, ...], ranks: int, family: TinyFamily) -> StrategySubject:
     """The same with a family of a test's own, built again each time. `--plugins` among the flags adds to this one plugin."""
     more = selection_of(flags, None, {}).only
-    plugins = load_plugins(Selection(without=("all",)) if name in BUILT_IN else Selection(only=(name, *more)))
+    only = more if name in BUILT_IN else (name, *more)
+    plugins = load_plugins(Selection(only=only) if only else Selection(without=("all",)))
     config = resolve(schema_of(plugins), [*FLAGS, f"--num_processes={ranks}", *flags], environment={})
     plan = choose_distributed(config, plugins)
     parallel = open_parallel(plan, config)
