@@ -18,6 +18,7 @@ from smalti.parallel.state import PortableState
 from smalti.plugins.discovery import load_plugins
 from smalti.plugins.lookup import find_family
 from smalti.plugins.schema import schema_of
+from smalti_diffusers.families.qwen_image import mask_aside
 from smalti_testing.family_subject import FamilySubject
 from smalti_testing.strategies import SingleRank
 
@@ -65,6 +66,8 @@ class Adapter:
         return folder
 
     def predict(self, model) -> torch.Tensor:
+        if model is not self.model and self.subject.family.name == "qwen_image":
+            mask_aside(model)  # as those that the family builds
         noisy = torch.randn(self.subject.latents.shape, generator=torch.Generator().manual_seed(0))
         with torch.no_grad():
             return self.subject.predict(model, noisy, [100.0, 500.0, 900.0], self.subject.captions)

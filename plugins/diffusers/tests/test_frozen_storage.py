@@ -49,5 +49,8 @@ def test_the_base_is_stored_in_about_a_byte_or_half_a_byte_for_each_weight_of_it
     ("device", "best"), [("a100-80g", "single"), ("rtx3090", "single-int8-torchao"), ("a4000", "single-nf4-torchao")]
 )
 def test_a_quantised_base_is_offered_where_nothing_else_fits(flux, device, best):
+    """If only in second place: streaming fits too, and takes less time than restoring weights for each product."""
     _, ways = flux
-    assert ways(device)[0].strategy.name == best
+    fitting = [each.strategy.name for each in ways(device) if each.fit.level == "fits"]
+    resident = [name for name in fitting if name.startswith("single") and "activations" not in name]
+    assert resident[0] == best

@@ -43,8 +43,7 @@ class QwenImage(PipelineFamily):
         model = super().build_base()
         blocks = cast(nn.ModuleList, model.transformer_blocks)
         blocks[-1].register_forward_hook(_text_counts_for_nothing)
-        for block in blocks:
-            block.register_forward_pre_hook(_with_mask, with_kwargs=True)
+        mask_aside(model)
         return model
 
     # --- latents ----------------------------------------------------------------------------------------------------
@@ -167,6 +166,12 @@ def _as_long_as_the_longest(tokens: Tensor, mask: Tensor, multiple: int = 1) -> 
     known = lengths(mask)
     longest = min(-(-max(known) // multiple) * multiple, tokens.shape[1])
     return tokens[:, :longest], None if min(known) == longest else beside(mask, tokens.device)[:, :longest]
+
+
+def mask_aside(model: nn.Module) -> None:
+    """Make a transformer take the mask of the text from where `QwenImage.inputs` puts it."""
+    for block in cast(nn.ModuleList, model.transformer_blocks):
+        block.register_forward_pre_hook(_with_mask, with_kwargs=True)
 
 
 def _with_mask(block: nn.Module, inputs: tuple[object, ...], given: dict[str, object]) -> tuple[object, dict[str, object]]:
