@@ -35,9 +35,14 @@ class TestOrder(Orderly):
     """A block computes when it has arrived; another takes its place when the last product with it was computed."""
 
 
-@every_run
+@pytest.mark.parametrize("seen", [name for name in RUNS if "paged" not in name], indirect=True)
 def test_the_host_waits_for_the_device_as_often_as_without_it(seen):
     assert seen.waits("third step") == {}
+
+
+@pytest.mark.parametrize("seen", ["flux, paged"], indirect=True)
+def test_for_pages_the_host_waits_until_the_pinned_memory_before_them_was_copied(seen):
+    assert set(seen.waits("third step")) == {"SYNC_EVENT"}
 
 
 @streamed
