@@ -9,7 +9,7 @@ from smalti import hookimpl
 if TYPE_CHECKING:
     from torch import nn
 
-    from smalti import Config, OptionGroup, Problem, Strategy, World
+    from smalti import Config, OptionGroup, Problem
     from smalti.parallel import Parallel
 
 
@@ -28,12 +28,6 @@ class Activations:
         from smalti_memory.checks import activation_problems
 
         return activation_problems(config)
-
-    @hookimpl
-    def propose_strategies(self, config: Config, world: World) -> list[Strategy]:
-        from smalti_memory.proposals import activations_offloaded
-
-        return activations_offloaded(world)
 
     @hookimpl(tryfirst=True)
     def wrap_model(self, model: nn.Module, parallel: Parallel) -> None:

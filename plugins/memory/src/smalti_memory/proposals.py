@@ -37,20 +37,3 @@ def proposals(config: Config, world: World) -> list[Strategy]:
             communication=(reduction,) if world.size > 1 else (),
         )
     ]
-
-
-def activations_offloaded(world: World) -> list[Strategy]:
-    """What any of these strategies can have in addition, where blocks are recomputed."""
-    if world.device.startswith("cpu"):
-        return []
-    return [
-        Strategy(
-            name="activations",
-            title="activations in host memory",
-            options={"offload_activations": True},
-            recompute={"full": {}},
-            bytes={},
-            offloaded=frozenset(("activations",)),
-            added_to=frozenset(("ddp", "fsdp2", "memory")),
-        )
-    ]
