@@ -1,4 +1,4 @@
-"""Rounding by chance: unbiased, a function of its key and the place in the whole tensor, and the same bits wherever it runs."""
+"""Stochastic rounding: unbiased, a function of its key and the place in the whole tensor, the same bits wherever it runs."""
 
 import math
 

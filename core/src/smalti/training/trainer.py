@@ -176,7 +176,7 @@ def agree(run: Run) -> StepActions:
 
 
 def wishes(run: Run) -> tuple[int, StepBoundary]:
-    """What this rank is for, as the number that `agree` tells of, once plugins have seen the boundary."""
+    """What this rank asks for, as the number that `agree` describes, once plugins have seen the boundary."""
     state, count = run.state, len(run.periodic)
     answer_reported(run)
     saves = state.save_requested or is_due(state, run.config[CheckpointOptions].checkpoint_step_interval)

@@ -44,10 +44,16 @@ EXCLUDED: dict[tuple[str, str], tuple[tuple[str, ...], str]] = {
     ),
     ("`--release_gradients`", "gradient accumulation"): (
         ("release_gradients", "max_grad_norm=0", "gradient_accumulation_steps=2"),
-        "release_gradients",
+        "release_gradients leaves no gradients to add those of the next micro-batch to",
     ),
-    ("`--release_gradients`", "a limit of the whole norm"): (("release_gradients", "max_grad_norm=1"), "release_gradients"),
-    ("`--release_gradients`", "DeepSpeed"): ((ZERO, "release_gradients", "max_grad_norm=0"), "release_gradients"),
+    ("`--release_gradients`", "a limit of the whole norm"): (
+        ("release_gradients", "max_grad_norm=1"),
+        "release_gradients updates weights before the norm of all gradients is known",
+    ),
+    ("`--release_gradients`", "DeepSpeed"): (
+        (ZERO, "release_gradients", "max_grad_norm=0"),
+        "release_gradients does not go with DeepSpeed, which keeps fp32 weights",
+    ),
     ("`--base_model_precision=int8-rowwise`", "training all weights"): (
         ("model_type=full", "base_model_precision=int8-rowwise"),
         "beside them only an adapter can be trained",

@@ -17,7 +17,7 @@ class UpdateOptions(Options):
     )
     bf16_update: Literal["stochastic", "kahan"] = option(
         "stochastic",
-        help="How steps too small for bf16 are kept: by rounding up or down by chance, or by Kahan sums. Both "
+        help="How steps too small for bf16 are kept: by stochastic rounding, or by Kahan sums. Both "
         "are the same after a resume and on any number of ranks.",
         tradeoff="kahan takes 2 more bytes per weight and has no noise",
         level="advanced",

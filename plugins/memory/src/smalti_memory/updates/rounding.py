@@ -1,4 +1,4 @@
-"""Rounding from fp32 to bf16, up or down by chance, without bias: what is trained in small steps moves all the same.
+"""Stochastic rounding from fp32 to bf16, without bias: weights move even where a step is smaller than bf16 resolves.
 
 A bf16 number is the upper half of an fp32 number. A random number of 16 bits is added to the lower half, which is cut off then.
 The nearer the upper neighbour is, the more often the sum carries into the upper half: the mean of many results is the number.

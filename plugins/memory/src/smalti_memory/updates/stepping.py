@@ -25,7 +25,7 @@ Rounding = Literal["stochastic", "kahan"]
 _REST = "rounding_rest"
 """Key of optimizer state: what rounding took away from a weight, bf16 in the parameter's shape."""
 _STEPS = "rounded_steps"
-"""Key of a parameter group: the steps that were rounded by chance. Not there before the first one: what a group has from the
+"""Key of a parameter group: the steps with stochastic rounding. Not there before the first one: what a group has from the
 beginning is a hyper-parameter, which a resumed run takes from its options."""
 
 
@@ -46,8 +46,8 @@ class StepsInPieces(torch.optim.Optimizer):
     """Mixed into the class of an optimizer, which then steps pieces of bounded memory, one after the other.
 
     With a `rounding`, weights are in bf16 and are stepped as fp32 copies of one piece, as are their gradients: the optimizer's
-    state is what it would be for fp32 weights. Stochastic: the result is rounded by chance. Kahan: what rounding takes away is
-    kept, and is a part of the weight again in the next step.
+    state is what it would be for fp32 weights. Stochastic: the result is rounded at random. Kahan: what rounding takes away
+    is kept, and is a part of the weight again in the next step.
     """
 
     def start(self, seed: int, rounding: Rounding | None) -> None:
