@@ -225,10 +225,10 @@ def test_missing_nodes_are_named_with_their_last_hosts_again_and_again(directory
     monkeypatch.setattr("smalti_cluster.checks.preflight.SAY_SECONDS", 0.2)
     monkeypatch.setattr("smalti_cluster.checks.preflight.REPEAT_SECONDS", 0.3)
     monkeypatch.setenv("SLURM_JOB_NODELIST", "gpu-[15-17]")
-    first = node(0, "--rendezvous_timeout=2")
+    first = node(0, "--rendezvous_timeout=6")
     with begun(directory, first):
-        gathering, _ = together(first.gather, node(1, "--rendezvous_timeout=2").join)
-        with pytest.raises(PreflightError, match=r"^node 2 \(gpu-17\) did not start within 2 s"):
+        gathering, _ = together(first.gather, node(1, "--rendezvous_timeout=6").join)
+        with pytest.raises(PreflightError, match=r"^node 2 \(gpu-17\) did not start within 6 s"):
             gathering.result(60)
     waits = [line for line in capsys.readouterr().err.splitlines() if "waiting for node 2 (gpu-17), for " in line]
     assert len(waits) > 3
