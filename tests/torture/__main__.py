@@ -18,6 +18,7 @@ import shutil
 import sys
 import tempfile
 import time
+import traceback
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -168,6 +169,8 @@ def play_once(play: Round, case: int) -> Report:
     place = Path(tempfile.mkdtemp(prefix="torture-", dir=memory if fake else None))
     try:
         return play(random.Random(case), place)
+    except Exception:  # noqa: BLE001 - told with its traceback, and the other groups go on
+        return Report(broken=[f"the round ended with an error\n{traceback.format_exc()}"])
     finally:
         shutil.rmtree(place, ignore_errors=True)
 

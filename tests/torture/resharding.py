@@ -76,9 +76,9 @@ def tensors_of(case: int) -> dict[str, Tensor]:
     shapes["scalar"] = ()
     model = {f"model/{name}": torch.randn(shape, generator=values) for name, shape in shapes.items()}
     moments = {
-        f"optimizer/{name}.{moment}": torch.randn(shape, generator=values)
+        f"optimizer/{name}.exp_avg{squared}": torch.randn(shape, generator=values) ** (2 if squared else 1)
         for name, shape in shapes.items()
-        for moment in ("exp_avg", "exp_avg_sq")
+        for squared in ("", "_sq")
     }
     ema = {f"ema/{name}": torch.randn(shape, generator=values) for name, shape in shapes.items()}
     return model | moments | ema
