@@ -6,7 +6,7 @@ The hooks in the order of a run:
       declare_options            the options of the plugin: flags, keys of configuration files, help
       restore_run                what a resume needs is brought into the run directory from another place
       register_model_families    register_storage  register_metadata_backends  register_optimizers  register_commands
-      register_periodic_work     register_checkpoint_formats
+      register_columns           register_periodic_work     register_checkpoint_formats
       register_caches            what `smalti cache` lists and clears, and what is encoded ahead
       check_config               all problems of a configuration, before anything is launched
       configure_distributed      the strategy (DDP, FSDP, ...) and how its processes are launched
@@ -80,6 +80,7 @@ from smalti.types import (
     CacheEntry,
     Checkpoint,
     CheckpointFormat,
+    ColumnEntry,
     CommandCollector,
     DistributedPlan,
     EvaluationResult,
@@ -180,6 +181,14 @@ class HookSpecs:
     @_spec
     def register_metadata_backends(self) -> list[MetadataEntry]:
         """gather: sources of file names, image sizes and captions, for the key `metadata_backend` of a dataset."""
+        raise NotImplementedError
+
+    @_spec
+    def register_columns(self) -> list[ColumnEntry]:
+        """gather: what datasets have for each image beside the image and its captions, such as a mask, for terms of the loss.
+
+        Called when datasets are opened. A column is in the batches of a run if one of its datasets has a key for it.
+        """
         raise NotImplementedError
 
     @_spec

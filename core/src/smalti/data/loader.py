@@ -13,9 +13,9 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from types import TracebackType
 
@@ -26,6 +26,7 @@ from torch import Tensor
 
 from smalti.data.buckets import Bucket
 from smalti.data.dataset import Sample
+from smalti.data.datasets.columns import Framing
 from smalti.data.encoded import CachedLatents, CachedTexts, CropOffset
 from smalti.data.images import Bytes, crop, mirrored, normalised, read_image
 from smalti.data.order import GlobalBatch
@@ -51,6 +52,9 @@ class MicroBatch:
     "DATASET/KEY"; `size_conditioning` says what the images show of their originals. `caption_dropout` is the share of visits
     without a caption for each image, None where the option applies. `regularisation` says which images are regularisation data;
     `has_regularisation`, the same on all ranks, whether any rank has some in its part of this forward pass.
+
+    `columns` are what plugins read for each image beside it and its captions (`ColumnEntry`), by name, with B as the first
+    dimension. A name is absent if no dataset of the run has the column; images of other datasets have its neutral value.
     """
 
     bucket: Bucket
@@ -64,6 +68,7 @@ class MicroBatch:
     caption_dropout: tuple[float | None, ...] = ()
     regularisation: tuple[bool, ...] = ()
     has_regularisation: bool = False
+    columns: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -96,6 +101,7 @@ class Loader(Iterator[Batch]):
         latents: cached latents of all images, if there are any.
         texts: cached conditioning of all captions, if there is any.
         host_conditioning: names of what of it stays in host memory.
+        latent_shape: (..., h, w) of the latents of an image of this width and height in pixels; by default the pixels'.
     """
 
     def __init__(
@@ -113,6 +119,7 @@ class Loader(Iterator[Batch]):
         latents: CachedLatents | None = None,
         texts: CachedTexts | None = None,
         host_conditioning: Collection[str] = (),
+        latent_shape: Callable[[int, int], Sequence[int]] = lambda width, height: (height, width),
     ) -> None:
         if micro_batch * world.data_size * accumulation != data.order.effective_batch:
             raise ValueError(
@@ -121,7 +128,7 @@ class Loader(Iterator[Batch]):
         if prefetch < 1:
             raise ValueError("prefetch must be at least 1")
         self.errors = errors or data.error_budget()
-        self._reader = _Reader(data, self.errors, cache_bytes, latents, texts_cached=texts is not None)
+        self._reader = _Reader(data, self.errors, cache_bytes, latents, latent_shape, texts_cached=texts is not None)
         self._texts = texts
         self._host_conditioning = host_conditioning
         self._rows: dict[str, Tensor] = {}
@@ -203,6 +210,10 @@ class Loader(Iterator[Batch]):
             caption_dropout=tuple(visit.dropout for visit in visits),
             regularisation=tuple(visit.regularisation for visit in visits),
             has_regularisation=self._reader.any_regularisation(global_batch, start, stop),
+            columns={
+                name: self._pinned(torch.stack([visit.columns[name] for visit in visits]))
+                for name in (visits[0].columns if visits else ())
+            },
         )
 
     def _pixels(self, visits: Sequence[_Visit], bucket: Bucket) -> Tensor:
@@ -244,6 +255,7 @@ class Loader(Iterator[Batch]):
             pixels=None if one.pixels is None else normalised(there(one.pixels)),
             latents=None if one.latents is None else there(one.latents),
             conditioning=rows and {name: each if name in stays else there(each) for name, each in rows.items()},
+            columns={name: there(each) for name, each in one.columns.items()},
         )
 
 
@@ -257,13 +269,21 @@ class _Visit:
     size: SizeConditioning
     dropout: float | None = None
     regularisation: bool = False
+    columns: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 class _Reader:
     """Loads one sample at a time, in any thread, from the cache or the storage; replaces what cannot be read."""
 
     def __init__(
-        self, data: PreparedData, errors: ErrorBudget, cache_bytes: int, latents: CachedLatents | None, *, texts_cached: bool
+        self,
+        data: PreparedData,
+        errors: ErrorBudget,
+        cache_bytes: int,
+        latents: CachedLatents | None,
+        latent_shape: Callable[[int, int], Sequence[int]],
+        *,
+        texts_cached: bool,
     ) -> None:
         self._data = data
         self._texts_cached = texts_cached
@@ -274,6 +294,8 @@ class _Reader:
         self._substitutes: dict[Bucket, tuple[Tensor, CropOffset]] = {}
         self._cache_bytes_free = cache_bytes
         self._regularises = any(dataset.spec.is_regularisation_data for dataset in data.datasets)
+        self._latent_shape = latent_shape
+        self._columns = {name: column for dataset in data.datasets for name, column in dataset.columns.items()}
 
     def any_regularisation(self, batch: GlobalBatch, start: int, stop: int) -> bool:
         """Whether there is regularisation data in these places of a global batch."""
@@ -296,20 +318,23 @@ class _Reader:
     def visit(self, batch: GlobalBatch, slot: int, encoded: Mapping[int, tuple[Tensor, CropOffset]]) -> _Visit:
         """`encoded` are latents that are read already, by slot."""
         number, planned = batch.numbers[slot], self._data.sample(int(batch.samples[slot]))
-        if (found := encoded.get(slot)) is not None:
-            self._substitutes[batch.bucket] = found
-            return self._complete(planned, *found, batch.epoch, number)
         regularises = planned.dataset.spec.is_regularisation_data
         for sample in chain([planned], map(self._data.sample, self._data.order.replacements(batch, slot))):
             if sample.number in self._bad:
                 continue
             if sample.dataset.spec.is_regularisation_data != regularises:
                 continue  # all ranks have to know, without reading, which forward passes have regularisation data
-            if self._latents is not None:
-                return self._complete(sample, *self._encoded(sample, batch.bucket, number), batch.epoch, number)
-            image = self._load(sample, batch.bucket)
-            if image is not None:
-                return self._complete(sample, *self._crop(sample, image, batch.bucket, number), batch.epoch, number)
+            try:
+                if sample is planned and slot in encoded:
+                    self._substitutes[batch.bucket] = encoded[slot]
+                    return self._complete(sample, *encoded[slot], batch, number)
+                if self._latents is not None:
+                    return self._complete(sample, *self._encoded(sample, batch.bucket, number), batch, number)
+                image = self._load(sample, batch.bucket)
+                return self._complete(sample, *self._crop(sample, image, batch.bucket, number), batch, number)
+            except BadSampleError as error:
+                self._bad.add(sample.number)
+                self._errors.record(Quarantined(dataset=sample.dataset.spec.id, key=sample.key, reason=str(error)))
             if self._errors.exhausted:
                 break
         else:
@@ -317,7 +342,10 @@ class _Reader:
         # The run stops after the next agreement of all ranks; until then this rank has to continue with the others.
         width, height = batch.bucket.width, batch.bucket.height
         white = np.full((3, height, width), 255, dtype=np.uint8)
-        return _Visit(content=white, caption="", key="", size=SizeConditioning.of((width, height)))
+        content, _ = self._substitutes.get(batch.bucket, (white, None))
+        framing, size = self._framing(planned, batch, (0, 0), number), SizeConditioning.of((width, height))
+        columns = {name: column.neutral(framing) for name, column in self._columns.items()}
+        return _Visit(content=content, caption="", key="", size=size, columns=columns)
 
     def _encoded(self, sample: Sample, bucket: Bucket, number: int) -> tuple[Tensor, CropOffset]:
         """Returns the latents of a sample; if they cannot be read, those of another one, until all ranks stop together."""
@@ -333,16 +361,11 @@ class _Reader:
             return self._substitutes[bucket]
         return found
 
-    def _load(self, sample: Sample, bucket: Bucket) -> Bytes | None:
-        """Returns the scaled image of a sample, or None if it is unusable."""
+    def _load(self, sample: Sample, bucket: Bucket) -> Bytes:
+        """Returns the scaled image of a sample. Raises BadSampleError if it is unusable."""
         if (image := self._cache.get(sample.number)) is not None:
             return image
-        try:
-            image = read_image(sample, bucket)
-        except BadSampleError as error:
-            self._bad.add(sample.number)
-            self._errors.record(Quarantined(dataset=sample.dataset.spec.id, key=sample.key, reason=str(error)))
-            return None
+        image = read_image(sample, bucket)
         # Two threads may count at once; then the limit is exceeded by an image or two, which is harmless.
         if image.nbytes <= self._cache_bytes_free:
             self._cache_bytes_free -= image.nbytes
@@ -359,15 +382,29 @@ class _Reader:
         offset = sample.crop_settings.offset((image.shape[2], image.shape[1]), bucket, fractions)
         return mirrored(image, bucket, offset) if flipped else (crop(image, bucket, offset), offset)
 
-    def _complete(self, sample: Sample, content: Bytes | Tensor, offset: CropOffset, epoch: int, number: int) -> _Visit:
-        """Adds caption and size conditioning to an image; epoch and number of the visit determine which caption."""
+    def _framing(self, sample: Sample, batch: GlobalBatch, offset: CropOffset, number: int) -> Framing:
+        bucket = batch.bucket
+        height, width = self._latent_shape(bucket.width, bucket.height)[-2:]
+        flipped = sample.is_flipped(self._data.order.seed, number)
+        return Framing(bucket=bucket, offset=offset, flipped=flipped, latents=(width, height))
+
+    def _complete(self, sample: Sample, content: Bytes | Tensor, offset: CropOffset, batch: GlobalBatch, number: int) -> _Visit:
+        """Adds caption, size conditioning and columns to an image; epoch and number of the visit determine which caption.
+
+        Raises BadSampleError for an image whose columns cannot be used.
+        """
+        framing, own = self._framing(sample, batch, offset, number), sample.dataset.columns
         return _Visit(
             content=content,
-            caption=sample.text(self._data.order.seed, epoch=epoch, visit=number, cached=self._texts_cached),
+            caption=sample.text(self._data.order.seed, epoch=batch.epoch, visit=number, cached=self._texts_cached),
             key=sample.name,
             size=SizeConditioning.of(sample.size, offset),
             dropout=sample.dataset.spec.caption_dropout_probability,
             regularisation=sample.dataset.spec.is_regularisation_data,
+            columns={
+                name: own[name].read(sample, framing) if name in own else column.neutral(framing)
+                for name, column in self._columns.items()
+            },
         )
 
 

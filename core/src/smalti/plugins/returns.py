@@ -40,6 +40,7 @@ _ANSWERS: Mapping[Callable[..., object], Answer] = {
     HookSpecs.register_model_families: Answer("smalti.types:FamilyEntry", several=True),
     HookSpecs.register_storage: Answer("smalti.types:StorageEntry", several=True),
     HookSpecs.register_metadata_backends: Answer("smalti.types:MetadataEntry", several=True),
+    HookSpecs.register_columns: Answer("smalti.types:ColumnEntry", several=True),
     HookSpecs.register_optimizers: Answer("smalti.types:OptimizerEntry", several=True),
     HookSpecs.register_checkpoint_formats: Answer("smalti.types:CheckpointFormat", several=True),
     HookSpecs.register_caches: Answer("smalti.types:CacheEntry", several=True),

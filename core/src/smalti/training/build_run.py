@@ -310,4 +310,5 @@ def open_loader(run: Assembled) -> Loader:
         latents=run.encoded.latents,
         texts=run.encoded.texts,
         host_conditioning=run.family.host_conditioning,
+        latent_shape=run.family.latent_shape,
     )

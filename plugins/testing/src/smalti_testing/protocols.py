@@ -91,6 +91,13 @@ CHAPTERS = (
         bases=("smalti.data:MetadataSource",),
     ),
     Chapter(
+        title="Columns",
+        about="`register_columns` names a factory; the factory returns a `Column`. Inherit from it, and from `ColumnKeys`.",
+        classes=("smalti:ColumnEntry", "smalti.data:ColumnKeys", "smalti.data:Column"),
+        given=("smalti.data:Framing", "smalti.data:Sample"),
+        bases=("smalti.data:Column", "smalti.data:ColumnKeys"),
+    ),
+    Chapter(
         title="Scans",
         about="`configure_scan` returns a `ScanEntry`, which names two functions. `scan` may pass `scan_data` another "
         "`smalti.data.build_datasets`, with a `make_rows` and a `Catalog` of its own.",

@@ -21,11 +21,12 @@ class ImageFiles:
 
     `batches` yields columns `key`, `size`, `etag` and `caption_etag`: the etag of the text file with the same stem and the
     extension `caption_extension`, "" without one. `skipped` counts other files by extension in lower case, but for those that
-    describe data (`DESCRIPTIONS`). `digest` is that of all of these files.
+    describe data (`DESCRIPTIONS`), and those whose names end with one of `others`. `digest` is that of all of these files.
     """
 
-    def __init__(self, storage: Storage | ListedOnce, caption_extension: str = ".txt") -> None:
+    def __init__(self, storage: Storage | ListedOnce, caption_extension: str = ".txt", *, others: Iterable[str] = ()) -> None:
         self._storage = storage
+        self._others = others
         self._caption_extension = caption_extension
         self.skipped: dict[str, int] = {}
         self.digest = ListingDigest()
@@ -52,8 +53,10 @@ class ImageFiles:
 
     def _known(self, window: pa.RecordBatch) -> pa.RecordBatch:
         """The images and text files among these files; the others are counted."""
-        keys = window.column("key")
         self.digest.add(window)
+        for ending in self._others:
+            window = window.filter(pc.invert(pc.ends_with(window.column("key"), ending)))
+        keys = window.column("key")
         known = pc.or_(_has_extension(keys, EXTENSIONS), _has_extension(keys, (self._caption_extension,)))
         others = keys.filter(pc.invert(known))
         for key in others.to_pylist():
