@@ -51,7 +51,14 @@ from .from_options import (
     was_scanned as was_scanned,
 )
 from .images import Bytes as Bytes, normalised as normalised, srgb_transform as srgb_transform
-from .loader import Batch as Batch, Loader as Loader, MicroBatch as MicroBatch
+from .loader import (
+    Batch as Batch,
+    Loader as Loader,
+    MicroBatch as MicroBatch,
+    PlannedPasses as PlannedPasses,
+    SecondCaptions as SecondCaptions,
+    pass_parts as pass_parts,
+)
 from .order import (
     Beginning as Beginning,
     BucketSamples as BucketSamples,
