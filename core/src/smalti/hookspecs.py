@@ -17,6 +17,7 @@ The hooks in the order of a run:
       configure_distributed      again, with the same result; then its `Parallel` is created
       on_rank_start              the ranks are connected
       on_phase                   each time the rank begins another phase: encoding, building, training, saving ...
+      build_terms                what is added to the loss, and which forward passes that takes; in the launcher too
       (the family builds the model, with parameters on the meta device)
       detect_blocks              the repeated modules of the model
       wrap_model                 shard or replicate the model, and load its weights
@@ -70,7 +71,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pluggy
 
@@ -261,6 +262,15 @@ class HookSpecs:
         raise NotImplementedError
 
     # --- building: on every rank, in this order ---------------------------------------------------------------------
+
+    @_spec
+    def build_terms(self, config: Config, family: ModelFamily) -> list[Any]:
+        """gather: terms of the loss in addition to the denoising loss, each a `smalti.training.Term`.
+
+        Called in the launcher for their checks, and on every rank, with the same result; on ranks more than once. Trackers get
+        each part of the loss as `loss/NAME` where there are several. A term of weight 0 costs as much as any: leave it out.
+        """
+        raise NotImplementedError
 
     @_decide
     def detect_blocks(self, model: nn.Module, family: ModelFamily, config: Config) -> list[Block] | None:

@@ -58,7 +58,14 @@ from .images import (
     srgb_transform as srgb_transform,
     upright as upright,
 )
-from .loader import Batch as Batch, Loader as Loader, MicroBatch as MicroBatch
+from .loader import (
+    Batch as Batch,
+    Loader as Loader,
+    MicroBatch as MicroBatch,
+    PlannedPasses as PlannedPasses,
+    SecondCaptions as SecondCaptions,
+    pass_parts as pass_parts,
+)
 from .order import (
     Beginning as Beginning,
     BucketSamples as BucketSamples,

@@ -48,6 +48,7 @@ _ANSWERS: Mapping[Callable[..., object], Answer] = {
     HookSpecs.configure_launch: Answer("smalti.types:LaunchEntry"),
     HookSpecs.configure_scan: Answer("smalti.types:ScanEntry"),
     HookSpecs.notices_before_launch: Answer("builtins:str", several=True),
+    HookSpecs.build_terms: Answer("smalti.training.terms:Term", several=True),
     HookSpecs.detect_blocks: Answer("smalti.types:Block", several=True),
     HookSpecs.wrap_model: Answer("torch.nn:Module"),
     HookSpecs.build_optimizer: Answer("torch.optim:Optimizer"),

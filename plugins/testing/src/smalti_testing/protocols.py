@@ -112,6 +112,13 @@ CHAPTERS = (
         optional=("smalti.training:WeightAverage", "smalti.training:StepsInBackward"),
     ),
     Chapter(
+        title="Terms of the loss",
+        about="`build_terms` returns a list of `Term`. Inherit from it.",
+        classes=("smalti.training:Term", "smalti.training:Step"),
+        given=("smalti.diffusion:RandomColumn",),
+        bases=("smalti.training:Term",),
+    ),
+    Chapter(
         title="Work between steps",
         about="`register_periodic_work` names a factory; the factory returns a `PeriodicWork`, or None. Inherit from it.",
         classes=("smalti:PeriodicEntry", "smalti.training:PeriodicWork"),
