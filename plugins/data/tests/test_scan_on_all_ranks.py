@@ -24,7 +24,7 @@ from smalti_data.all_ranks import listing
 from smalti_data.all_ranks.scan import scan_on_all_ranks, work_on
 from smalti_data.all_ranks.shared import SharedCatalog, shared_rows
 from smalti_data.all_ranks.tasks import Handed, Task
-from smalti_data.plugin import COLUMNS
+from smalti_objectives.plugin import COLUMNS
 from support.forked_ranks import forked_processes
 
 CATALOG = Catalog.of(BUILT_IN_STORAGES, BUILT_IN_METADATA, COLUMNS)

@@ -104,7 +104,7 @@ from .scan.quarantine import (
     Quarantined as Quarantined,
 )
 from .scan.rows import Rows as Rows
-from .sources.image_files import ImageFiles as ImageFiles
+from .sources.image_files import ImageFiles as ImageFiles, has_extension as has_extension, stems as stems
 from .sources.unchanged import (
     FILES as FILES,
     ListedOnce as ListedOnce,

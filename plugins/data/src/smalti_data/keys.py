@@ -9,7 +9,6 @@ from pydantic import BaseModel, ConfigDict, Field
 from pydantic.fields import FieldInfo
 
 from smalti.data import ENTRY_KEYS, CaptionShuffle, Folder, JsonTable
-from smalti_data.columns.keys import MaskKeys, WeightKeys
 
 
 class _Keys(BaseModel):
@@ -106,8 +105,6 @@ DATASET_KEYS: Mapping[str, Mapping[str, FieldInfo]] = {
     "The `caption_shuffle` block": CaptionShuffle.model_fields,
     "The `csv` and `parquet` blocks": TableKeys.model_fields,
     "Columns of parquet files with images": ImageKeys.model_fields,
-    "Masks": MaskKeys.model_fields,
-    "Weight in the loss": WeightKeys.model_fields,
     "Keys of `type: huggingface`": HubKeys.model_fields,
     "Keys of `type: csv`": UrlListKeys.model_fields,
     "The `webdataset` block": WebDatasetKeys.model_fields,

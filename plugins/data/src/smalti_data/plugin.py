@@ -1,10 +1,10 @@
-"""Registers storages and metadata backends for other data than folders, columns, a scan by all ranks, and `smalti dataset`."""
+"""Registers storages and metadata backends for other data than folders, a scan by all ranks, and `smalti dataset`."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from smalti import ColumnEntry, CommandCollector, MetadataEntry, ScanEntry, StorageEntry, hookimpl
+from smalti import CommandCollector, MetadataEntry, ScanEntry, StorageEntry, hookimpl
 
 if TYPE_CHECKING:
     from smalti import Config, OptionGroup
@@ -39,20 +39,6 @@ METADATA = (
     MetadataEntry(name="webdataset", title="Tar shards", factory="smalti_data.archives.webdataset:WebDataset"),
     MetadataEntry(name="huggingface", title="Images in parquet files", factory="smalti_data.archives.hub:HubImages"),
 )
-COLUMNS = (
-    ColumnEntry(
-        name="mask",
-        title="How much each place of an image counts",
-        keys="smalti_data.columns.keys:MaskKeys",
-        factory="smalti_data.columns.masks:open_mask",
-    ),
-    ColumnEntry(
-        name="loss_weight",
-        title="How much each image counts",
-        keys="smalti_data.columns.keys:WeightKeys",
-        factory="smalti_data.columns.weights:open_weight",
-    ),
-)
 
 SCAN = ScanEntry(
     name="all-ranks",
@@ -72,10 +58,6 @@ class Data:
     @hookimpl
     def register_metadata_backends(self) -> list[MetadataEntry]:
         return list(METADATA)
-
-    @hookimpl
-    def register_columns(self) -> list[ColumnEntry]:
-        return list(COLUMNS)
 
     @hookimpl
     def declare_options(self) -> list[OptionGroup]:

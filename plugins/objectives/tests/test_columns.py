@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from itertools import islice
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
 import pytest
 import torch
 from PIL import Image
+from pyarrow import csv, parquet
 
 from smalti.data import (
     BUILT_IN_METADATA,
@@ -29,8 +32,8 @@ from smalti.data.encoded import fixed_crop
 from smalti.data.prepared import DataRules, load_datasets
 from smalti.errors import ConfigError, PreflightError, UserError
 from smalti.types import World
-from smalti_data.columns.masks import block_means
-from smalti_data.plugin import COLUMNS
+from smalti_objectives.columns.masks import block_means
+from smalti_objectives.plugin import COLUMNS
 
 CATALOG = Catalog.of(BUILT_IN_STORAGES, BUILT_IN_METADATA, COLUMNS)
 SCALE = 4
@@ -70,6 +73,17 @@ def micros(data: PreparedData, count: int = 6, world: World = World(), **options
     shape = {"latent_shape": lambda width, height: (4, height // SCALE, width // SCALE)}
     with Loader(data, world=world, micro_batch=4 // world.size, **shape, **options) as loader:
         return [batch.micro[0] for batch in islice(loader, count)]
+
+
+def write_table(path: Path, rows: list[dict]) -> None:
+    table = pa.Table.from_pylist(rows)
+    match path.suffix:
+        case ".parquet":
+            parquet.write_table(table, path)
+        case ".jsonl":
+            path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        case extension:
+            csv.write_csv(table, path, csv.WriteOptions(delimiter="," if extension == ".csv" else "\t"))
 
 
 def masks(data: PreparedData, **options: object) -> dict[str, torch.Tensor]:
@@ -234,6 +248,39 @@ def test_a_redrawn_mask_changes_the_data_of_a_run_and_opens_no_image(tmp_path: P
     assert plain.order == first.order == second.identity.order
     assert loaded.index.digests == second.indexes[0].digests
     assert data_of(folder, run=run).identity.samples == plain.samples
+
+
+@pytest.mark.parametrize("extension", [".jsonl", ".csv", ".tsv", ".parquet"])
+def test_a_table_has_a_weight_for_each_image(tmp_path: Path, extension: str) -> None:
+    folder, path = masked(tmp_path / "pets", 4), (tmp_path / "weights").with_suffix(extension)
+    rows = [{"filename": "000.png", "w": 0.5}, {"filename": "003", "w": 2}, {"filename": "gone.png", "w": 9}]
+    write_table(path, rows)
+    data = data_of(folder, loss_weight=0.75, loss_weight_table={"path": str(path), "weight_column": "w"})
+    found = {
+        key: float(weight) for one in micros(data) for key, weight in zip(one.keys, one.columns["loss_weight"], strict=True)
+    }
+    assert found == {"pets/000.png": 0.5, "pets/001.png": 0.75, "pets/002.png": 0.75, "pets/003.png": 2.0}
+    assert data.notices == (f"dataset 'pets': 2 of 4 images have no weight in {path}; theirs is loss_weight: 0.75",)
+    write_table(path, [*rows[:2], {"filename": "001.png", "w": 1}])
+    assert data_of(folder, loss_weight_table={"path": str(path), "weight_column": "w"}).identity != data.identity
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ([{"name": "000.png", "loss_weight": 1}], "weights cannot be read from"),
+        ([{"filename": "000.png", "loss_weight": "much"}], "weights cannot be read from"),
+        ([{"filename": "000.png", "loss_weight": -1}], "000.png has -1"),
+        ([{"filename": "x.png", "loss_weight": 1}], "has a weight of none of its 4 images"),
+        ([], "weights cannot be read from"),
+    ],
+)
+def test_a_table_of_weights_that_cannot_be_used_is_refused(tmp_path: Path, rows: list[dict], message: str) -> None:
+    folder, path = masked(tmp_path / "pets", 4), tmp_path / "weights.jsonl"
+    if rows:
+        write_table(path, rows)
+    with pytest.raises(UserError, match=message):
+        data_of(folder, loss_weight_table={"path": str(path)})
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,7 @@ from smalti.data import (
     open_image,
     upright,
 )
-from smalti_data.columns.keys import MaskKeys
+from smalti_objectives.columns.keys import MaskKeys
 
 _FIELDS = (pa.field("mask", pa.string()), pa.field("mask_size", pa.int64()))
 """In the index: the key of the mask among the masks, "" without one, and the size of that file in bytes."""
@@ -103,7 +103,7 @@ class Mask(Column):
     def listed(self, samples: pa.RecordBatch) -> pa.RecordBatch:
         import pyarrow.compute as pc
 
-        from smalti_data.file_names import stems
+        from smalti.data import stems
 
         assert self._masks is not None, "it has fields"
         self._listed = self._listed or _mask_files(self._masks, self._keys.mask_suffix)
@@ -162,7 +162,8 @@ class Mask(Column):
         elif self._keys.alpha_mask:
             scaled = scaled_mask(sample.dataset.read(sample.row), sample.size, target, opacity=True)
         if scaled is not None:
-            return torch.from_numpy(block_means(framed(scaled, framing), framing.latents)[None])
+            means = block_means(framed(scaled, framing), framing.latents)
+            return torch.from_numpy(255 - means if self._keys.mask_invert else means)[None]
         if self._keys.mask_required:
             raise BadSampleError("there is none")
         return self.neutral(framing)
@@ -172,12 +173,12 @@ def _mask_files(storage: Storage, ending: str | None) -> tuple[pa.Array, pa.Reco
     """All mask files of a storage, about 100 bytes of memory each, and the names of their images up to the last dot."""
     import pyarrow.compute as pc
 
-    from smalti.data import FILES, visible
-    from smalti_data.file_names import stems, with_extension
+    from smalti.data import EXTENSIONS, FILES, has_extension, stems, visible
 
     found = [pa.RecordBatch.from_pylist([], schema=FILES)]
     for files in visible(storage.list_columns()):
-        found.append(files.filter(pc.ends_with(files.column("key"), ending)) if ending else with_extension(files))
+        names = files.column("key")
+        found.append(files.filter(pc.ends_with(names, ending) if ending else has_extension(names, EXTENSIONS)))
     files = pa.concat_batches(found)
     keys = files.column("key")
     return pc.replace_substring_regex(keys, rf"{re.escape(ending)}$", ".") if ending else stems(keys), files

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from smalti.data import ColumnKeys, Folder
 
@@ -39,6 +39,7 @@ class MaskKeys(ColumnKeys):
         False,
         description="The opacity of an image without a mask file is its mask. Colours are still those on a white ground.",
     )
+    mask_invert: bool = Field(False, description="Train what is black in the masks, instead of what is white.")
     mask_required: bool = Field(
         False,
         description="Images without a mask cannot be used. By default they are trained as a whole, and counted in a notice.",
@@ -49,7 +50,22 @@ class MaskKeys(ColumnKeys):
         return (self.mask_suffix,) if self.mask_suffix else ()
 
 
+class WeightTable(BaseModel):
+    """The `loss_weight_table` block."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    path: Folder = Field(description="The table: parquet, CSV, TSV, or JSON lines. It may be that of the captions.")
+    filename_column: str = Field("filename", description="Path of the image relative to the folder, with or without extension.")
+    weight_column: str = Field("loss_weight", description="The weight.")
+
+
 class WeightKeys(ColumnKeys):
     """How much images count in the loss."""
 
     loss_weight: float = Field(1.0, ge=0, description="Factor of the loss of each image, kohya's `prior_loss_weight`.")
+    loss_weight_table: WeightTable | None = Field(
+        None,
+        description="A weight for each image: a table with `path`, `filename_column` (`filename`) and `weight_column`"
+        " (`loss_weight`). Images without a row have the weight `loss_weight`.",
+    )
