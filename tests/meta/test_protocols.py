@@ -16,6 +16,7 @@ from smalti_testing.protocols import CHAPTERS, page
 NOT_FOR_PLUGINS = {
     "Display",  # the console's own
     "Named",
+    "PlannedPasses",  # the loss
     "Quantile",
 }
 """Protocols that only the core implements and uses. Any other belongs on the page."""

@@ -14,7 +14,7 @@ from packaging.requirements import Requirement
 
 from smalti.config import Schema, draft
 from smalti.hookspecs import HookSpecs
-from smalti.plugins import schema_of
+from smalti.plugins import named, schema_of
 from smalti.plugins.lookup import choose_distributed
 from smalti_testing.commands import CommandSubject
 from smalti_testing.plugins import PluginSubject
@@ -64,6 +64,7 @@ def entry(plugin: str, folder: str, needs: list[str]) -> dict[str, object]:
     options = Schema(tuple(subject.answer(HookSpecs.declare_options) or ())).options.values()
     commands = CommandSubject(plugin).commands if "register_commands" in subject.info.hooks else {}
     storages = subject.answer(HookSpecs.register_storage) or ()
+    columns = subject.answer(HookSpecs.register_columns) or ()
     sections = {option.accelerate.partition(".")[0] for option in options if option.accelerate and "=" not in option.accelerate}
     title, types = strategy(subject)
     row = {
@@ -76,6 +77,7 @@ def entry(plugin: str, folder: str, needs: list[str]) -> dict[str, object]:
         "families": sorted(each.name for each in subject.answer(HookSpecs.register_model_families) or ()),
         "optimizers": sorted(each.name for each in subject.answer(HookSpecs.register_optimizers) or ()),
         "storages": sorted({each.name for each in (*storages, *(subject.answer(HookSpecs.register_metadata_backends) or ()))}),
+        "dataset_keys": [key for each in columns for key in named(each, each.keys).model_fields],
         "accelerate": [*types, *sorted(sections)],
         "checkpoints": [
             (mark, each.name) for each in subject.answer(HookSpecs.register_checkpoint_formats) or () for mark in each.marks

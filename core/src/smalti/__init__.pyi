@@ -28,6 +28,7 @@ from .types import (
     Checkpoint as Checkpoint,
     CheckpointFormat as CheckpointFormat,
     Cleared as Cleared,
+    ColumnEntry as ColumnEntry,
     CommandCollector as CommandCollector,
     Communication as Communication,
     DistributedPlan as DistributedPlan,

@@ -6,7 +6,7 @@ The hooks in the order of a run:
       declare_options            the options of the plugin: flags, keys of configuration files, help
       restore_run                what a resume needs is brought into the run directory from another place
       register_model_families    register_storage  register_metadata_backends  register_optimizers  register_commands
-      register_periodic_work     register_checkpoint_formats
+      register_columns           register_periodic_work     register_checkpoint_formats
       register_caches            what `smalti cache` lists and clears, and what is encoded ahead
       check_config               all problems of a configuration, before anything is launched
       configure_distributed      the strategy (DDP, FSDP, ...) and how its processes are launched
@@ -17,6 +17,7 @@ The hooks in the order of a run:
       configure_distributed      again, with the same result; then its `Parallel` is created
       on_rank_start              the ranks are connected
       on_phase                   each time the rank begins another phase: encoding, building, training, saving ...
+      build_terms                what is added to the loss, and which forward passes that takes; in the launcher too
       (the family builds the model, with parameters on the meta device)
       detect_blocks              the repeated modules of the model
       wrap_model                 shard or replicate the model, and load its weights
@@ -70,7 +71,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pluggy
 
@@ -80,6 +81,7 @@ from smalti.types import (
     CacheEntry,
     Checkpoint,
     CheckpointFormat,
+    ColumnEntry,
     CommandCollector,
     DistributedPlan,
     EvaluationResult,
@@ -183,6 +185,14 @@ class HookSpecs:
         raise NotImplementedError
 
     @_spec
+    def register_columns(self) -> list[ColumnEntry]:
+        """gather: what datasets have for each image beside the image and its captions, such as a mask, for terms of the loss.
+
+        Called when datasets are opened. A column is in the batches of a run if one of its datasets has a key for it.
+        """
+        raise NotImplementedError
+
+    @_spec
     def register_optimizers(self) -> list[OptimizerEntry]:
         """gather: optimizers for `--optimizer`. A factory is imported only when its optimizer is chosen.
 
@@ -252,6 +262,15 @@ class HookSpecs:
         raise NotImplementedError
 
     # --- building: on every rank, in this order ---------------------------------------------------------------------
+
+    @_spec
+    def build_terms(self, config: Config, family: ModelFamily) -> list[Any]:
+        """gather: terms of the loss in addition to the denoising loss, each a `smalti.training.Term`.
+
+        Called in the launcher for their checks, and on every rank, with the same result; on ranks more than once. Trackers get
+        each part of the loss as `loss/NAME` where there are several. A term of weight 0 costs as much as any: leave it out.
+        """
+        raise NotImplementedError
 
     @_decide
     def detect_blocks(self, model: nn.Module, family: ModelFamily, config: Config) -> list[Block] | None:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from PIL import Image
 
 from smalti.data.datasets.parse import DataDefaults, parse_datasets
-from smalti.data.datasets.spec import Catalog, DatasetSpec
+from smalti.data.datasets.spec import BUILT_IN_METADATA, BUILT_IN_STORAGES, Catalog, DatasetSpec
 from smalti.data.scan import parts
 from smalti.data.scan.build import build_index
 from smalti.data.scan.index import DatasetIndex
@@ -24,7 +24,10 @@ from smalti_data.all_ranks import listing
 from smalti_data.all_ranks.scan import scan_on_all_ranks, work_on
 from smalti_data.all_ranks.shared import SharedCatalog, shared_rows
 from smalti_data.all_ranks.tasks import Handed, Task
+from smalti_objectives.plugin import COLUMNS
 from support.forked_ranks import forked_processes
+
+CATALOG = Catalog.of(BUILT_IN_STORAGES, BUILT_IN_METADATA, COLUMNS)
 
 
 class Counting(LocalStorage):
@@ -43,14 +46,20 @@ class Counting(LocalStorage):
 
 
 def spec_of(folder: Path) -> DatasetSpec:
-    entry = {"id": "pets", "instance_data_dir": str(folder), "caption_strategy": "filename"}
-    (spec,), _ = parse_datasets([entry], where="", defaults=DataDefaults())
+    entry = {
+        "id": "pets",
+        "instance_data_dir": str(folder),
+        "caption_strategy": "filename",
+        "mask_path": str(folder / ".masks"),
+    }
+    (spec,), _ = parse_datasets([entry], where="", defaults=DataDefaults(), catalog=CATALOG)
     return spec
 
 
 def scan(folder: Path, cache: Path, storage: LocalStorage) -> DatasetIndex:
     spec = spec_of(folder)
-    return build_index(spec, storage, Catalog().open_source(spec, storage), cache)
+    columns = CATALOG.open_columns(spec, [spec]).values()
+    return build_index(spec, storage, CATALOG.open_source(spec, storage), cache, columns=columns)
 
 
 def scan_on_two_ranks(folder: Path, cache: Path, away: str) -> tuple[int, str, int]:
@@ -58,11 +67,11 @@ def scan_on_two_ranks(folder: Path, cache: Path, away: str) -> tuple[int, str, i
     parts.PART_ROWS = listing.FIRST_ROWS = listing.CHUNK_ROWS = 8
     communicator = GlooCommunicator(world=World(rank=dist.get_rank(), size=2), group=dist.group.WORLD)
     spec, storage = spec_of(folder), Counting(folder, away)
-    source = Catalog().open_source(spec, storage)
+    source, columns = CATALOG.open_source(spec, storage), CATALOG.open_columns(spec, [spec]).values()
 
     def scan_all(handed: Handed) -> None:
         listed = SharedCatalog(directory=cache.parent, handed=handed).open_source(spec, storage)
-        build_index(spec, storage, listed, cache, make_rows=partial(shared_rows, handed))
+        build_index(spec, storage, listed, cache, make_rows=partial(shared_rows, handed), columns=columns)
 
     def work(task: Task) -> None:
         work_on(task, spec, storage, source, cache.parent)
@@ -80,6 +89,9 @@ def pets(tmp_path: Path) -> Path:
     for number in range(60):
         Image.new("RGB", (8 + number, 8)).save(tmp_path / f"pets/{number:04}.png")
     (tmp_path / "pets/0007.png").write_bytes(b"damaged")
+    (tmp_path / "pets/.masks").mkdir()
+    for number in range(0, 60, 3):
+        (tmp_path / f"pets/.masks/{number:04}.png").write_bytes(b"m" * number)
     return tmp_path / "pets"
 
 
@@ -100,3 +112,4 @@ def test_ranks_share_a_scan_and_an_error_reaches_all(pets: Path, tmp_path: Path)
     assert list(together.keys()) == list(alone.keys())
     assert (together.digests, together.quarantined) == (alone.digests, alone.quarantined)
     assert [path.name for path in (tmp_path / "both").iterdir()] == ["pets.arrow"]
+    assert [(together.value("mask", row), together.value("mask_size", row)) for row in (2, 3)] == [("", 0), ("0003.png", 3)]

@@ -6,7 +6,7 @@ import shutil
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from itertools import islice
 from pathlib import Path
 
@@ -187,21 +187,42 @@ def test_a_picture_that_breaks_is_replaced_by_the_next_and_recorded(pets: Path) 
     assert [a for i, a in enumerate(found) if i != place] == [a for i, a in enumerate(healthy) if i != place]
 
 
-def test_all_ranks_know_which_forward_passes_have_regularisation_data(tmp_path: Path) -> None:
+class Planned:
+    """Passes of datasets with a trigger word, and a second caption in every other batch."""
+
+    def needs(self, position: int, datasets: Collection[DatasetSpec]) -> frozenset[str]:
+        second = {"policy|caption=other", "base|caption=other"} if position % 2 else set()
+        return frozenset({"base"} | second if any(spec.trigger_word for spec in datasets) else second)
+
+    def second_caption(self, name: str, caption: str, dataset: DatasetSpec, number: int) -> str:
+        return f"{name} {caption} {dataset.id} {number}"
+
+
+def test_all_ranks_know_which_forward_passes_there_are(tmp_path: Path) -> None:
     a, b = fill(tmp_path / "a", 20), fill(tmp_path / "b", 3)
-    specs = (*specs_of(a), *specs_of(b, is_regularisation_data=True))
+    specs = (*specs_of(a), *specs_of(b, trigger_word="zyx"))
     shape = BatchShape(train_batch_size=8, ranks=1, accumulation=1)
     data = prepare(build_datasets(specs, Catalog()), DataRules(seed=1, shape=shape, alignment=8))
     (b / "001.png").write_bytes(b"broken")
-    ranks = [take(data, 12, 2, world=World(rank=rank, size=2), accumulation=2) for rank in (0, 1)]
-    passes = [micro for batches in zip(*ranks, strict=True) for micro in zip(*(batch.micro for batch in batches), strict=True)]
-
-    for parts in passes:
-        flags = [[key.startswith("b/") for key in micro.keys] for micro in parts]
-        assert [list(micro.regularisation) for micro in parts] == flags
-        assert [micro.has_regularisation for micro in parts] == [any(map(any, flags))] * 2
-    assert len({parts[0].has_regularisation for parts in passes}) == 2
-    assert "b/001.png" not in {key for parts in passes for micro in parts for key in micro.keys}
+    ranks = [take(data, 12, 2, world=World(rank=rank, size=2), accumulation=2, passes=Planned()) for rank in (0, 1)]
+    passes = [
+        (batches[0].position, micro)
+        for batches in zip(*ranks, strict=True)
+        for micro in zip(*(batch.micro for batch in batches), strict=True)
+    ]
+    for position, parts in passes:
+        chosen = [any(key.startswith("b/") for key in micro.keys) for micro in parts]
+        second = {"policy|caption=other", "base|caption=other"} if position % 2 else set()
+        assert [micro.needs for micro in parts] == [second | {"base"} if any(chosen) else second] * 2
+        for micro in parts:
+            assert [spec.id for spec in micro.datasets] == [key.partition("/")[0] for key in micro.keys]
+            visits = zip(micro.captions, micro.datasets, micro.numbers, strict=True)
+            wanted = tuple(f"other {caption} {spec.id} {number}" for caption, spec, number in visits)
+            assert {name: each.captions for name, each in micro.second_captions.items()} == (
+                {"other": wanted} if second else {}
+            )
+    assert len({parts[0].needs for _, parts in passes}) == 4
+    assert "b/001.png" not in {key for _, parts in passes for micro in parts for key in micro.keys}
 
 
 def test_one_broken_picture_is_put_up_with_and_a_second_one_asks_for_a_stop(pets: Path, tmp_path: Path) -> None:

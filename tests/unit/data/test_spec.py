@@ -242,7 +242,7 @@ def test_every_problem_of_every_entry_is_reported() -> None:
         "unknown key 'colour'",
         "this id is used twice",
         "entry 5: id is missing",
-        "dataset_type cannot be 'video'\n    fix: give one of image, eval, text_embeds, image_embeds",
+        "dataset_type cannot be 'video'\n    fix: give one of image, eval, conditioning, text_embeds, image_embeds",
         "needs an instance_prompt",
     ):
         assert words in told

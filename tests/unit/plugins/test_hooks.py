@@ -50,6 +50,10 @@ class Glitter:
         return [smalti.MetadataEntry(name="label", title="the label of the box", factory="nowhere:at_all")]
 
     @hookimpl
+    def register_columns(self):
+        return [smalti.ColumnEntry(name="shine", title="Shine", keys="nowhere:at_all", factory="nowhere:at_all")]
+
+    @hookimpl
     def register_optimizers(self):
         return [smalti.OptimizerEntry(name="shake", title="Shaking", factory="nowhere:at_all")]
 
@@ -114,6 +118,10 @@ def test_hook_register_storage_makes_a_dataset_type_known(sparkling):
 
 def test_hook_register_metadata_backends_makes_a_source_of_captions_known(sparkling):
     assert {"label", "discovery"} <= set(catalog_of(sparkling).metadata)
+
+
+def test_hook_register_columns_makes_a_column_known(sparkling):
+    assert "shine" in catalog_of(sparkling).columns
 
 
 def test_hook_register_optimizers_adds_to_the_registry(sparkling):

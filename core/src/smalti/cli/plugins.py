@@ -20,6 +20,7 @@ _ADDS: Mapping[RegisterHook, str] = {
     HookSpecs.register_model_families: "families",
     HookSpecs.register_storage: "storages",
     HookSpecs.register_metadata_backends: "metadata backends",
+    HookSpecs.register_columns: "columns",
     HookSpecs.register_optimizers: "optimizers",
     HookSpecs.register_periodic_work: "periodic work",
     HookSpecs.register_checkpoint_formats: "checkpoint formats",

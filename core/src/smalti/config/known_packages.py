@@ -18,7 +18,7 @@ from urllib.parse import unquote, urlsplit
 
 from smalti.errors import MissingPlugin, Problem
 
-Kind = Literal["options", "commands", "caches", "families", "optimizers", "storages", "accelerate", "schemes"]
+Kind = Literal["options", "commands", "caches", "families", "optimizers", "storages", "dataset_keys", "accelerate", "schemes"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +43,7 @@ class Package:
     families: Sequence[str] = ()
     optimizers: Sequence[str] = ()
     storages: Sequence[str] = ()
+    dataset_keys: Sequence[str] = ()
     accelerate: Sequence[str] = ()
     checkpoints: Sequence[tuple[str, str]] = ()
     strategy: str = ""

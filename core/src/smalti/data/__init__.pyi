@@ -1,7 +1,8 @@
 from .batch_check import BatchShape as BatchShape, BucketCount as BucketCount
 from .buckets import Bucket as Bucket, CropSettings as CropSettings
-from .dataset import Dataset as Dataset
+from .dataset import Dataset as Dataset, Sample as Sample
 from .datasets.captions import depends_on_text_file as depends_on_text_file
+from .datasets.columns import Column as Column, ColumnKeys as ColumnKeys, Framing as Framing
 from .datasets.parse import DataDefaults as DataDefaults, is_comment as is_comment, parse_datasets as parse_datasets
 from .datasets.sources import (
     LISTED as LISTED,
@@ -50,8 +51,21 @@ from .from_options import (
     total_steps as total_steps,
     was_scanned as was_scanned,
 )
-from .images import Bytes as Bytes, normalised as normalised, srgb_transform as srgb_transform
-from .loader import Batch as Batch, Loader as Loader, MicroBatch as MicroBatch
+from .images import (
+    Bytes as Bytes,
+    crop as crop,
+    normalised as normalised,
+    srgb_transform as srgb_transform,
+    upright as upright,
+)
+from .loader import (
+    Batch as Batch,
+    Loader as Loader,
+    MicroBatch as MicroBatch,
+    PlannedPasses as PlannedPasses,
+    SecondCaptions as SecondCaptions,
+    pass_parts as pass_parts,
+)
 from .order import (
     Beginning as Beginning,
     BucketSamples as BucketSamples,
@@ -76,7 +90,12 @@ from .scan.build import (
 )
 from .scan.changes import changes as changes, keep as keep
 from .scan.identity import Identity as Identity, Settings as Settings, first_digest as first_digest
-from .scan.image_sizes import DECODING_ERRORS as DECODING_ERRORS, EXTENSIONS as EXTENSIONS, read_header as read_header
+from .scan.image_sizes import (
+    DECODING_ERRORS as DECODING_ERRORS,
+    EXTENSIONS as EXTENSIONS,
+    open_image as open_image,
+    read_header as read_header,
+)
 from .scan.index import DatasetIndex as DatasetIndex, load_index as load_index
 from .scan.index_file import IndexFile as IndexFile
 from .scan.quarantine import (
@@ -85,7 +104,7 @@ from .scan.quarantine import (
     Quarantined as Quarantined,
 )
 from .scan.rows import Rows as Rows
-from .sources.image_files import ImageFiles as ImageFiles
+from .sources.image_files import ImageFiles as ImageFiles, has_extension as has_extension, stems as stems
 from .sources.unchanged import (
     FILES as FILES,
     ListedOnce as ListedOnce,

@@ -8,6 +8,7 @@ from functools import cached_property
 
 from smalti.data.buckets import CropSettings
 from smalti.data.datasets.caption_policy import CaptionPolicy
+from smalti.data.datasets.columns import Column
 from smalti.data.datasets.sources import MetadataSource, describe_skipped
 from smalti.data.datasets.spec import DatasetSpec
 from smalti.data.scan.index import DatasetIndex
@@ -27,6 +28,8 @@ class Dataset:
     """Numbers of files that are not samples, by extension; only set by a scan."""
     source_notices: tuple[str, ...] = ()
     """What its source reports; only set by a scan."""
+    columns: Mapping[str, Column] = field(default_factory=dict)
+    """What it has for batches beside images and captions, by name."""
 
     def read(self, row: int) -> bytes:
         """The file of an image. Raises a StorageError, or BadSampleError for an image in a damaged archive."""

@@ -202,9 +202,11 @@ def ranks_scan(config: Config, plugins: Plugins, directory: Path) -> bool:
 def check_sources(config: Config, plugins: Plugins) -> None:
     """Find mistakes in the datasets without listing a storage. Raises what opening storages and tables raises."""
     catalog = catalog_of(plugins)
-    for spec in dataset_specs(config, catalog):
+    specs = dataset_specs(config, catalog)
+    for spec in specs:
         if spec.has_images:
             catalog.open_source(spec, catalog.open_storage(spec)).check_table()
+            catalog.open_columns(spec, specs)
 
 
 def scan_progress(phases: Phases) -> Scan:

@@ -63,15 +63,21 @@ def decode(data: bytes, crop_settings: CropSettings, bucket: Bucket, size: tuple
         # A JPEG can be decoded at a fraction of its size; twice the target leaves the quality to the filter below.
         image.draft(None, (2 * max(target), 2 * max(target)))
         try:
-            upright = image.transpose(_UPRIGHT[turn]) if turn in _UPRIGHT else image
+            turned = upright(image)
             to_srgb = srgb_transform(image.info.get("icc_profile"), image.mode)
-            flat = upright if to_srgb and image.mode == "CMYK" else on_white(upright)
+            flat = turned if to_srgb and image.mode == "CMYK" else on_white(turned)
             if flat.size != target:
                 flat = flat.resize(target, Image.Resampling.LANCZOS)
             rgb = to_srgb.apply(flat.convert(to_srgb.inputMode)) if to_srgb else flat
         except DECODING_ERRORS as error:
             raise BadSampleError(f"the image is damaged: {error or type(error).__name__}") from error
     return np.ascontiguousarray(np.asarray(rgb).transpose(2, 0, 1))
+
+
+def upright(image: Image.Image) -> Image.Image:
+    """The image as its EXIF orientation says that it is seen."""
+    turn = orientation(image)
+    return image.transpose(_UPRIGHT[turn]) if turn in _UPRIGHT else image
 
 
 def on_white(image: Image.Image) -> Image.Image:

@@ -13,11 +13,13 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import chain
 from types import TracebackType
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -26,9 +28,11 @@ from torch import Tensor
 
 from smalti.data.buckets import Bucket
 from smalti.data.dataset import Sample
+from smalti.data.datasets.columns import Framing
+from smalti.data.datasets.spec import DatasetSpec
 from smalti.data.encoded import CachedLatents, CachedTexts, CropOffset
 from smalti.data.images import Bytes, crop, mirrored, normalised, read_image
-from smalti.data.order import GlobalBatch
+from smalti.data.order import GlobalBatch, Numbers
 from smalti.data.prepared import PreparedData
 from smalti.data.scan.quarantine import BadSampleError, ErrorBudget, Quarantined
 from smalti.diffusion import Conditioning
@@ -42,15 +46,43 @@ _MAX_WORKERS = 8
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
+class SecondCaptions:
+    """Other captions of the images of a micro-batch, and their conditioning; None if texts are encoded in every step."""
+
+    captions: tuple[str, ...]
+    conditioning: Conditioning | None
+
+
+def pass_parts(name: str) -> dict[str, str]:
+    """What is other in a forward pass "MODEL|caption=NAME|latents=COLUMN" than in "MODEL": names by "caption" and "latents"."""
+    return dict(part.split("=", 1) for part in name.split("|")[1:])
+
+
+class PlannedPasses(Protocol):
+    """Which forward passes a step makes. A function of the order of samples, so that ranks need not communicate."""
+
+    def needs(self, position: int, datasets: Collection[DatasetSpec]) -> frozenset[str]:
+        """The passes beside "policy" for images of these datasets in the global batch at a position."""
+        ...
+
+    def second_caption(self, name: str, caption: str, dataset: DatasetSpec, number: int) -> str:
+        """The caption of this name of a visit, in place of the `caption` that it has; `number` is that of the visit."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
 class MicroBatch:
     """The input of one forward pass of this rank; tensors are on its device.
 
     The images are `pixels` (B, 3, H, W), fp32 in [-1, 1], or else cached `latents`
     (`smalti.models.latents_of` makes the model's latents of either). `conditioning` is
     that of the captions, None if they were not. `numbers` are unique over the run and belong to the visit; `keys` are
-    "DATASET/KEY"; `size_conditioning` says what the images show of their originals. `caption_dropout` is the share of visits
-    without a caption for each image, None where the option applies. `regularisation` says which images are regularisation data;
-    `has_regularisation`, the same on all ranks, whether any rank has some in its part of this forward pass.
+    "DATASET/KEY", `datasets` the entries of these datasets; `size_conditioning` says what the images show of their originals.
+    `needs`, the same on all ranks, names the passes that the terms of the loss need beside "policy" (`smalti.training.Term`),
+    and `second_captions` has the captions of those with a caption of their own.
+
+    `columns` are what plugins read for each image beside it and its captions (`ColumnEntry`), by name, with B as the first
+    dimension. A name is absent if no dataset of the run has the column; images of other datasets have its neutral value.
     """
 
     bucket: Bucket
@@ -61,9 +93,10 @@ class MicroBatch:
     numbers: tuple[int, ...]
     keys: tuple[str, ...]
     size_conditioning: tuple[SizeConditioning, ...]
-    caption_dropout: tuple[float | None, ...] = ()
-    regularisation: tuple[bool, ...] = ()
-    has_regularisation: bool = False
+    datasets: tuple[DatasetSpec, ...] = ()
+    columns: Mapping[str, Tensor] = field(default_factory=dict)
+    needs: frozenset[str] = frozenset()
+    second_captions: Mapping[str, SecondCaptions] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -96,6 +129,8 @@ class Loader(Iterator[Batch]):
         latents: cached latents of all images, if there are any.
         texts: cached conditioning of all captions, if there is any.
         host_conditioning: names of what of it stays in host memory.
+        latent_shape: (..., h, w) of the latents of an image of this width and height in pixels; by default the pixels'.
+        passes: what the terms of the loss need; None if there are none.
     """
 
     def __init__(
@@ -113,6 +148,8 @@ class Loader(Iterator[Batch]):
         latents: CachedLatents | None = None,
         texts: CachedTexts | None = None,
         host_conditioning: Collection[str] = (),
+        latent_shape: Callable[[int, int], Sequence[int]] = lambda width, height: (height, width),
+        passes: PlannedPasses | None = None,
     ) -> None:
         if micro_batch * world.data_size * accumulation != data.order.effective_batch:
             raise ValueError(
@@ -121,7 +158,8 @@ class Loader(Iterator[Batch]):
         if prefetch < 1:
             raise ValueError("prefetch must be at least 1")
         self.errors = errors or data.error_budget()
-        self._reader = _Reader(data, self.errors, cache_bytes, latents, texts_cached=texts is not None)
+        self._reader = _Reader(data, self.errors, cache_bytes, latents, latent_shape, texts_cached=texts is not None)
+        self._passes = self._reader.passes = passes
         self._texts = texts
         self._host_conditioning = host_conditioning
         self._rows: dict[str, Tensor] = {}
@@ -189,21 +227,37 @@ class Loader(Iterator[Batch]):
             if self._stopping.is_set():
                 break
             visits.append(self._reader.visit(global_batch, slot, encoded))
-        captions = tuple(visit.caption for visit in visits)
+        captions, numbers = tuple(visit.caption for visit in visits), tuple(global_batch.numbers[first : first + size])
         latents = self._latents(visits)
+        needs = self._reader.needs(global_batch, global_batch.samples[start:stop])
         return MicroBatch(
             bucket=global_batch.bucket,
             pixels=self._pixels(visits, global_batch.bucket) if latents is None else None,
             latents=latents,
             conditioning=self._conditioning(captions),
             captions=captions,
-            numbers=tuple(global_batch.numbers[first : first + size]),
+            numbers=numbers,
             keys=tuple(visit.key for visit in visits),
             size_conditioning=tuple(visit.size for visit in visits),
-            caption_dropout=tuple(visit.dropout for visit in visits),
-            regularisation=tuple(visit.regularisation for visit in visits),
-            has_regularisation=self._reader.any_regularisation(global_batch, start, stop),
+            datasets=tuple(visit.dataset for visit in visits),
+            needs=needs,
+            second_captions=dict(self._second_captions(needs, visits, numbers)),
+            columns={
+                name: self._pinned(torch.stack([visit.columns[name] for visit in visits]))
+                for name in (visits[0].columns if visits else ())
+            },
         )
+
+    def _second_captions(
+        self, needs: frozenset[str], visits: Sequence[_Visit], numbers: Sequence[int]
+    ) -> Iterator[tuple[str, SecondCaptions]]:
+        for name in sorted({chosen for each in needs if (chosen := pass_parts(each).get("caption"))}):
+            assert self._passes is not None, "it has named these passes"
+            choose = partial(self._passes.second_caption, name)
+            captions = tuple(
+                choose(visit.caption, visit.dataset, number) for visit, number in zip(visits, numbers, strict=False)
+            )
+            yield name, SecondCaptions(captions=captions, conditioning=self._conditioning(captions))
 
     def _pixels(self, visits: Sequence[_Visit], bucket: Bucket) -> Tensor:
         shape = (self._micro_batch, 3, bucket.height, bucket.width)
@@ -237,13 +291,18 @@ class Loader(Iterator[Batch]):
         def there(tensor: Tensor) -> Tensor:
             return tensor.to(self._world.device, non_blocking=self._pins)
 
-        stays, rows = self._host_conditioning, one.conditioning
+        def rows_there(rows: Conditioning | None) -> Conditioning | None:
+            return rows and {name: each if name in self._host_conditioning else there(each) for name, each in rows.items()}
 
         return replace(
             one,
             pixels=None if one.pixels is None else normalised(there(one.pixels)),
             latents=None if one.latents is None else there(one.latents),
-            conditioning=rows and {name: each if name in stays else there(each) for name, each in rows.items()},
+            conditioning=rows_there(one.conditioning),
+            second_captions={
+                name: replace(each, conditioning=rows_there(each.conditioning)) for name, each in one.second_captions.items()
+            },
+            columns={name: there(each) for name, each in one.columns.items()},
         )
 
 
@@ -255,15 +314,22 @@ class _Visit:
     caption: str
     key: str
     size: SizeConditioning
-    dropout: float | None = None
-    regularisation: bool = False
+    dataset: DatasetSpec
+    columns: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 class _Reader:
     """Loads one sample at a time, in any thread, from the cache or the storage; replaces what cannot be read."""
 
     def __init__(
-        self, data: PreparedData, errors: ErrorBudget, cache_bytes: int, latents: CachedLatents | None, *, texts_cached: bool
+        self,
+        data: PreparedData,
+        errors: ErrorBudget,
+        cache_bytes: int,
+        latents: CachedLatents | None,
+        latent_shape: Callable[[int, int], Sequence[int]],
+        *,
+        texts_cached: bool,
     ) -> None:
         self._data = data
         self._texts_cached = texts_cached
@@ -273,12 +339,16 @@ class _Reader:
         self._cache: dict[int, Bytes] = {}
         self._substitutes: dict[Bucket, tuple[Tensor, CropOffset]] = {}
         self._cache_bytes_free = cache_bytes
-        self._regularises = any(dataset.spec.is_regularisation_data for dataset in data.datasets)
+        self._latent_shape = latent_shape
+        self._columns = {name: column for dataset in data.datasets for name, column in dataset.columns.items()}
+        self.passes: PlannedPasses | None = None
 
-    def any_regularisation(self, batch: GlobalBatch, start: int, stop: int) -> bool:
-        """Whether there is regularisation data in these places of a global batch."""
-        samples = map(self._data.sample, batch.samples[start:stop].tolist())
-        return self._regularises and any(sample.dataset.spec.is_regularisation_data for sample in samples)
+    def needs(self, batch: GlobalBatch, samples: Numbers) -> frozenset[str]:
+        """The passes for these samples of a global batch."""
+        if self.passes is None:
+            return frozenset()
+        datasets = np.unique(np.searchsorted(self._data.offsets, samples, side="right") - 1)
+        return self.passes.needs(batch.position, [self._data.datasets[number].spec for number in datasets.tolist()])
 
     def encoded(self, batch: GlobalBatch, slots: Iterable[int]) -> dict[int, tuple[Tensor, CropOffset]]:
         """Returns the latents of slots, by slot, read together. Those that are left out have to be read one by one."""
@@ -296,20 +366,23 @@ class _Reader:
     def visit(self, batch: GlobalBatch, slot: int, encoded: Mapping[int, tuple[Tensor, CropOffset]]) -> _Visit:
         """`encoded` are latents that are read already, by slot."""
         number, planned = batch.numbers[slot], self._data.sample(int(batch.samples[slot]))
-        if (found := encoded.get(slot)) is not None:
-            self._substitutes[batch.bucket] = found
-            return self._complete(planned, *found, batch.epoch, number)
-        regularises = planned.dataset.spec.is_regularisation_data
         for sample in chain([planned], map(self._data.sample, self._data.order.replacements(batch, slot))):
             if sample.number in self._bad:
                 continue
-            if sample.dataset.spec.is_regularisation_data != regularises:
-                continue  # all ranks have to know, without reading, which forward passes have regularisation data
-            if self._latents is not None:
-                return self._complete(sample, *self._encoded(sample, batch.bucket, number), batch.epoch, number)
-            image = self._load(sample, batch.bucket)
-            if image is not None:
-                return self._complete(sample, *self._crop(sample, image, batch.bucket, number), batch.epoch, number)
+            needs = [self.needs(batch, np.array([each.number])) for each in (sample, planned) if sample is not planned]
+            if len(set(needs)) > 1:
+                continue  # all ranks have to know, without reading, which forward passes there are
+            try:
+                if sample is planned and slot in encoded:
+                    self._substitutes[batch.bucket] = encoded[slot]
+                    return self._complete(sample, *encoded[slot], batch, number)
+                if self._latents is not None:
+                    return self._complete(sample, *self._encoded(sample, batch.bucket, number), batch, number)
+                image = self._load(sample, batch.bucket)
+                return self._complete(sample, *self._crop(sample, image, batch.bucket, number), batch, number)
+            except BadSampleError as error:
+                self._bad.add(sample.number)
+                self._errors.record(Quarantined(dataset=sample.dataset.spec.id, key=sample.key, reason=str(error)))
             if self._errors.exhausted:
                 break
         else:
@@ -317,7 +390,10 @@ class _Reader:
         # The run stops after the next agreement of all ranks; until then this rank has to continue with the others.
         width, height = batch.bucket.width, batch.bucket.height
         white = np.full((3, height, width), 255, dtype=np.uint8)
-        return _Visit(content=white, caption="", key="", size=SizeConditioning.of((width, height)))
+        content, _ = self._substitutes.get(batch.bucket, (white, None))
+        framing, size = self._framing(planned, batch, (0, 0), number), SizeConditioning.of((width, height))
+        columns = {name: column.neutral(framing) for name, column in self._columns.items()}
+        return _Visit(content=content, caption="", key="", size=size, dataset=planned.dataset.spec, columns=columns)
 
     def _encoded(self, sample: Sample, bucket: Bucket, number: int) -> tuple[Tensor, CropOffset]:
         """Returns the latents of a sample; if they cannot be read, those of another one, until all ranks stop together."""
@@ -333,16 +409,11 @@ class _Reader:
             return self._substitutes[bucket]
         return found
 
-    def _load(self, sample: Sample, bucket: Bucket) -> Bytes | None:
-        """Returns the scaled image of a sample, or None if it is unusable."""
+    def _load(self, sample: Sample, bucket: Bucket) -> Bytes:
+        """Returns the scaled image of a sample. Raises BadSampleError if it is unusable."""
         if (image := self._cache.get(sample.number)) is not None:
             return image
-        try:
-            image = read_image(sample, bucket)
-        except BadSampleError as error:
-            self._bad.add(sample.number)
-            self._errors.record(Quarantined(dataset=sample.dataset.spec.id, key=sample.key, reason=str(error)))
-            return None
+        image = read_image(sample, bucket)
         # Two threads may count at once; then the limit is exceeded by an image or two, which is harmless.
         if image.nbytes <= self._cache_bytes_free:
             self._cache_bytes_free -= image.nbytes
@@ -359,15 +430,28 @@ class _Reader:
         offset = sample.crop_settings.offset((image.shape[2], image.shape[1]), bucket, fractions)
         return mirrored(image, bucket, offset) if flipped else (crop(image, bucket, offset), offset)
 
-    def _complete(self, sample: Sample, content: Bytes | Tensor, offset: CropOffset, epoch: int, number: int) -> _Visit:
-        """Adds caption and size conditioning to an image; epoch and number of the visit determine which caption."""
+    def _framing(self, sample: Sample, batch: GlobalBatch, offset: CropOffset, number: int) -> Framing:
+        bucket = batch.bucket
+        height, width = self._latent_shape(bucket.width, bucket.height)[-2:]
+        flipped = sample.is_flipped(self._data.order.seed, number)
+        return Framing(bucket=bucket, offset=offset, flipped=flipped, latents=(width, height))
+
+    def _complete(self, sample: Sample, content: Bytes | Tensor, offset: CropOffset, batch: GlobalBatch, number: int) -> _Visit:
+        """Adds caption, size conditioning and columns to an image; epoch and number of the visit determine which caption.
+
+        Raises BadSampleError for an image whose columns cannot be used.
+        """
+        framing, own = self._framing(sample, batch, offset, number), sample.dataset.columns
         return _Visit(
             content=content,
-            caption=sample.text(self._data.order.seed, epoch=epoch, visit=number, cached=self._texts_cached),
+            caption=sample.text(self._data.order.seed, epoch=batch.epoch, visit=number, cached=self._texts_cached),
             key=sample.name,
             size=SizeConditioning.of(sample.size, offset),
-            dropout=sample.dataset.spec.caption_dropout_probability,
-            regularisation=sample.dataset.spec.is_regularisation_data,
+            dataset=sample.dataset.spec,
+            columns={
+                name: own[name].read(sample, framing) if name in own else column.neutral(framing)
+                for name, column in self._columns.items()
+            },
         )
 
 

@@ -149,11 +149,14 @@ def build_datasets(
         source = catalog.open_source(spec, storage)
         if directory:
             source.use_folder(directory / "sources" / spec.file_name)
-        index = build_index(spec, storage, source, cache, progress(spec.id) if progress else None, make_rows)
+        columns = catalog.open_columns(spec, specs)
+        report = progress(spec.id) if progress else None
+        index = build_index(spec, storage, source, cache, report, make_rows, columns.values())
         if directory:
             write_quarantine(directory / f"{spec.file_name}.quarantine.jsonl", index.quarantined)
-        one = Dataset(spec=spec, storage=storage, source=source, index=index)
-        datasets.append(replace(one, skipped_files=dict(source.skipped_files), source_notices=tuple(source.notices)))
+        notices = chain(source.notices, *(column.check(index) for column in columns.values()))
+        one = Dataset(spec=spec, storage=storage, source=source, index=index, columns=columns)
+        datasets.append(replace(one, skipped_files=dict(source.skipped_files), source_notices=tuple(notices)))
     return tuple(datasets)
 
 
@@ -166,7 +169,8 @@ def load_datasets(
         storage = catalog.open_storage(spec)
         source = catalog.open_source(spec, storage)
         index = load_index(spec, directory / f"{spec.file_name}.arrow")
-        datasets.append(Dataset(spec=spec, storage=storage, source=source, index=index))
+        columns = catalog.open_columns(spec, specs)
+        datasets.append(Dataset(spec=spec, storage=storage, source=source, index=index, columns=columns))
     return tuple(datasets)
 
 

@@ -5,6 +5,7 @@ from .objective import (
     Conditioning as Conditioning,
     Objective as Objective,
     Prediction as Prediction,
+    RandomColumn as RandomColumn,
     RectifiedFlow as RectifiedFlow,
     SampleNoise as SampleNoise,
     build_objective as build_objective,

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from enum import IntEnum
 from typing import Literal, Protocol
 
 import torch
@@ -56,9 +57,13 @@ class Objective(Protocol):
         """(B, ...): the raw prediction that has no loss."""
         ...
 
-    def compare(self, prediction: Tensor, target: Tensor, t: Tensor) -> Tensor:
-        """(B,): the loss of each raw prediction against another one, averaged over its elements, not weighted."""
+    def errors(self, prediction: Tensor, target: Tensor, t: Tensor) -> Tensor:
+        """(B, ...): the loss of each element of raw predictions against other ones, not weighted."""
         ...
+
+    def compare(self, prediction: Tensor, target: Tensor, t: Tensor) -> Tensor:
+        """(B,): the mean of the `errors` of each sample."""
+        return self.errors(prediction, target, t).flatten(1).mean(1)
 
     def timesteps(self, t: Tensor) -> Tensor:
         """The timesteps that the model gets: (B,) in [0, 1000]."""
@@ -106,7 +111,7 @@ def build_objective(
 
 
 class Cost:
-    """A difference between prediction and target as one number per sample.
+    """A difference between prediction and target as one number per element.
 
     `huber` is the pseudo-Huber 2c (sqrt(d^2 + c^2) - c): d^2 for small differences, 2c|d| for large ones; `smooth_l1` is
     the same divided by c (Charbonnier et al. 1997; for diffusion: Song and Dhariwal 2023, section 3.3).
@@ -130,19 +135,19 @@ class Cost:
         return self.threshold ** (objective.timesteps(t) / STEPS)
 
     def __call__(self, prediction: Tensor, target: Tensor, thresholds: Tensor | None = None) -> Tensor:
-        """(B,), in fp32. Without `thresholds`, all samples have the constant one."""
+        """(B, ...), in fp32. Without `thresholds`, all samples have the constant one."""
         square = (prediction.float() - target.float()).square()
         if self.kind != "l2":
             c = self.threshold if thresholds is None else _per_sample(thresholds, square)
             # As (root - c), without the digits that this difference would lose for small errors.
             square = 2 * square / ((square + c * c).sqrt() + c) * (c if self.kind == "huber" else 1.0)
-        return square.flatten(1).mean(1)
+        return square
 
 
 # --- rectified flow -------------------------------------------------------------------------------------------------
 
 
-class RectifiedFlow:
+class RectifiedFlow(Objective):
     """x_t = (1 - t) x0 + t e, times in (0, 1] (Liu et al. 2022; Lipman et al. 2022).
 
     `flow_matching` predicts the velocity e - x0. `sample` predicts x0 and is judged by the velocity that follows from it,
@@ -172,7 +177,7 @@ class RectifiedFlow:
     def target(self, latents: Tensor, noise: Tensor, t: Tensor) -> Tensor:
         return noise.float() - latents.float() if self.prediction == "flow_matching" else latents
 
-    def compare(self, prediction: Tensor, target: Tensor, t: Tensor) -> Tensor:
+    def errors(self, prediction: Tensor, target: Tensor, t: Tensor) -> Tensor:
         thresholds = self.cost.thresholds(self, t)
         if self.prediction == "flow_matching":
             return self.cost(prediction, target, thresholds)
@@ -196,7 +201,7 @@ class RectifiedFlow:
 # --- denoising diffusion --------------------------------------------------------------------------------------------
 
 
-class Ddpm:
+class Ddpm(Objective):
     """x_t = sqrt(a_t) x0 + sqrt(1 - a_t) e with a_t the product of 1 - beta up to t; times are integers in 0..999.
 
     Ho et al. 2020; `v_prediction`, sqrt(a_t) e - sqrt(1 - a_t) x0, is Salimans and Ho 2022.
@@ -241,7 +246,7 @@ class Ddpm:
         alpha, sigma = self._alpha_sigma_for(t, latents)
         return alpha * noise.float() - sigma * latents.float()
 
-    def compare(self, prediction: Tensor, target: Tensor, t: Tensor) -> Tensor:
+    def errors(self, prediction: Tensor, target: Tensor, t: Tensor) -> Tensor:
         return self.cost(prediction, target, self.cost.thresholds(self, t))
 
     def timesteps(self, t: Tensor) -> Tensor:
@@ -301,6 +306,22 @@ def _per_sample(values: Tensor, like: Tensor) -> Tensor:
     return values.float().view(-1, *[1] * (like.dim() - 1))
 
 
+class RandomColumn(IntEnum):
+    """The columns of `SampleNoise.uniform`: which number of a visit decides what.
+
+    Never renumber them: a run that resumes repeats its choices. A plugin that chooses something else begins at 100.
+    """
+
+    TIMESTEP = 0
+    CAPTION_DROPOUT = 1
+    MASK = 2
+    """Whether the visit uses its mask."""
+    REFERENCE = 3
+    """Which reference image it uses."""
+    SECOND_CAPTION = 4
+    """Which caption a further forward pass gets."""
+
+
 class SampleNoise:
     """Noise and uniform numbers as a pure function of (seed, sample number).
 
@@ -321,6 +342,10 @@ class SampleNoise:
             self._generator.manual_seed(derive_seed(self.seed, number, 0))
             row.normal_(generator=self._generator)
         return noise
+
+    def column(self, numbers: Sequence[int], column: int) -> Tensor:
+        """(B,) numbers like those of `uniform`: its column of this number, see `RandomColumn`."""
+        return torch.tensor([uniform_single(derive_seed(self.seed, number, 1, column)) for number in numbers])
 
     def uniform(self, numbers: Sequence[int], count: int = 1) -> Tensor:
         """(B, K) numbers strictly between 0 and 1, fp32, K = `count`; the first ones do not depend on `count`."""

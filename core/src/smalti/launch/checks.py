@@ -138,10 +138,11 @@ def _checked(config: Config, plugins: Plugins, *, thorough: bool, fetch: bool) -
         from smalti.data import encoding_cache
         from smalti.training import denoising_loss
 
-        loss = checks.run(lambda: denoising_loss(config, family, "cpu"))
-        for work in checks.run(lambda: _periodic_work(config, plugins)) or ():
-            notices = (*notices, *(checks.run(partial(work.check, family, datasets)) or ()))
-        checks.run(lambda: _regularisation(config, family, datasets))
+        terms = checks.run(lambda: plugins.gather(HookSpecs.build_terms, config=config, family=family)) or []
+        loss = checks.run(lambda: denoising_loss(config, family, "cpu", terms=terms))
+        works = checks.run(lambda: _periodic_work(config, plugins)) or []
+        for check in (*(partial(work.check, family) for work in works), *(term.check for term in terms)):
+            notices = (*notices, *(checks.run(partial(check, datasets)) or ()))
         checks.run(lambda: encoding_cache(config, plugins, family))
         if distributed:
             checks.run(lambda: check_sharding(distributed, family))
@@ -193,20 +194,6 @@ def _datasets(config: Config, plugins: Plugins) -> tuple[DatasetSpec, ...]:
 
         return dataset_specs(config, catalog_of(plugins))
     return ()
-
-
-def _regularisation(config: Config, family: ModelFamily, datasets: Iterable[DatasetSpec]) -> None:
-    """Raises ConfigError for regularisation data where there is no model without an adapter, whose prediction is its target."""
-    chosen = [spec.id for spec in datasets if spec.is_regularisation_data and spec.dataset_type == "image"]
-    why = ""
-    if config[ModelOptions].model_type != "lora":
-        why = "all weights are trained, so that model is not there any more"
-    elif not family.scales_adapter:
-        why = f"the model family {family.name} cannot leave out its adapter"
-    if chosen and why:
-        message = f"is_regularisation_data trains towards the model without the adapter, and {why}"
-        fix = "set model_type to lora, remove is_regularisation_data, or set disabled: true for this dataset"
-        raise ConfigError([Problem(message=message, where=f"dataset {name!r}", fix=fix) for name in chosen])
 
 
 def _checkpoint(config: Config, plugins: Plugins) -> Path | None:

@@ -21,7 +21,7 @@ def create(entry: Registered, address: str, *arguments: object, **settings: obje
     exception keeps its type and gets a note that names plugin, distribution and factory. A UserError is passed on as it is.
     """
     with attributed(entry, address):
-        return _find(entry, address)(*arguments, **settings)
+        return named(entry, address)(*arguments, **settings)
 
 
 @contextmanager
@@ -47,7 +47,8 @@ def add_origin_note(error: BaseException, note: str) -> bool:
     return True
 
 
-def _find(entry: Registered, address: str) -> Callable[..., object]:
+def named(entry: Registered, address: str) -> Callable[..., object]:
+    """The callable at `address`, such as a class, which `entry` names. Raises BrokenPlugin and errors of its module."""
     module, _, attributes = address.partition(":")
     with importing():
         found: object = import_module(module)

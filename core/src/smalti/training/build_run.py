@@ -155,6 +155,8 @@ def open_data(context: Context, family: ModelFamily) -> tuple[PreparedData, Enco
         raise failure.for_user() from failure
     data = load_data(config, plugins, family.alignment, directory)
     texts = [text for work in context.periodic for text in work.texts]
+    for term in plugins.gather(HookSpecs.build_terms, config=config, family=family):
+        texts += term.texts(data)
     negative = [text for work in context.periodic for text in work.negative_texts]
     encoded = encode_ahead(config, plugins, family, data, communicator, directory, phases, texts, negative)
     phases.enter("building")
@@ -185,7 +187,8 @@ def assemble(
     model, optimizer = parallel.setup(model, build_optimizer(config, plugins, parallel, model, decayed))
     model.train()
     unconditional = encoded.conditioning([""], device, on_host=family.host_conditioning)
-    loss = denoising_loss(config, family, device, unconditional)
+    terms = plugins.gather(HookSpecs.build_terms, config=config, family=family)
+    loss = denoising_loss(config, family, device, unconditional, terms)
     info = RunInfo(
         **vars(context.info),
         family=family.name,
@@ -310,4 +313,6 @@ def open_loader(run: Assembled) -> Loader:
         latents=run.encoded.latents,
         texts=run.encoded.texts,
         host_conditioning=run.family.host_conditioning,
+        latent_shape=run.family.latent_shape,
+        passes=run.loss,
     )

@@ -5,20 +5,21 @@ Shapes: B batch, latents (B, C, h, w).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from smalti.config import Config, DataOptions, ObjectiveOptions, RunOptions
-from smalti.data import Bucket, MicroBatch
+from smalti.data import Bucket, DatasetSpec, MicroBatch, pass_parts
 from smalti.diffusion import (
     Conditioning,
     Distribution,
     Objective,
+    RandomColumn,
     RectifiedFlow,
     SampleNoise,
     TimestepSampler,
@@ -27,8 +28,10 @@ from smalti.diffusion import (
     build_timesteps,
     build_weighting,
 )
+from smalti.errors import UserError
 from smalti.models import ModelFamily, latents_of
 from smalti.parallel import Parallel, to_device
+from smalti.training.terms import POLICY, Step, Term, lacks_base
 
 
 def objective_of(config: Config, family: ModelFamily) -> Objective:
@@ -61,37 +64,85 @@ class DenoisingLoss:
     unconditional: Conditioning | None = None
     """One row: the conditioning of the empty prompt, if texts were encoded before training."""
     without_adapter: Callable[[nn.Module], AbstractContextManager[None]] | None = None
-    """Within it the model is the one without its adapter; None where a family cannot do that. For regularisation data."""
+    """Within it the model is the one without its adapter; None where there is none, or a family cannot do that."""
+    terms: Sequence[Term] = ()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """What the parts of the loss are called, in their order."""
+        return ("denoising", *(term.name for term in self.terms if term.adds))
+
+    def needs(self, position: int, datasets: Collection[DatasetSpec]) -> frozenset[str]:
+        """See `smalti.data.PlannedPasses`."""
+        return frozenset(name for term in self.terms for name in term.passes(position, datasets)) - {POLICY}
+
+    def second_caption(self, name: str, caption: str, dataset: DatasetSpec, number: int) -> str:
+        """See `smalti.data.PlannedPasses`."""
+        [choose] = [term.second_captions[name] for term in self.terms if name in term.second_captions]
+        return choose(caption, dataset, number)
 
     def __call__(self, model: nn.Module, batch: MicroBatch, parallel: Parallel) -> Tensor:
-        """The mean loss over the samples of one micro-batch: a scalar with a gradient."""
+        """The parts of the loss, called `names`: means over the samples of one micro-batch, with a gradient. They add up to it.
+
+        Each rank has to call it: the model may be sharded, and all ranks make the passes that `batch.needs` names.
+        """
+        step = self._step(model, batch, parallel)
+        for term in self.terms:
+            step = replace(step, targets={**step.targets, "": term.target(step, step.targets[""])})
+        errors = step.errors()
+        for term in self.terms:
+            if (factor := term.factor(step)) is not None:
+                errors = errors * factor
+        first = step.mean(errors)
+        for name in sorted(batch.needs):
+            if name.startswith(POLICY):  # its backward pass may be collective, whatever terms do on this rank
+                first = first + 0.0 * step.predictions[name].float().mean()
+        added = [(term.weight, term.loss(step)) for term in self.terms if term.adds]
+        return torch.stack([first, *(first.new_zeros(()) if part is None else weight * part for weight, part in added)])
+
+    def _step(self, model: nn.Module, batch: MicroBatch, parallel: Parallel) -> Step:
+        """All forward passes over a micro-batch."""
+        noisy, targets, predictions = dict[str, Tensor](), dict[str, Tensor](), dict[str, Tensor]()
         with torch.no_grad():
             latents = latents_of(self.family, batch.pixels, batch.latents)
-            noise = self.noise.normal(batch.numbers, latents.shape[1:])
-            chance = self.noise.uniform(batch.numbers, 2)
-            tokens = self.family.image_tokens(batch.bucket.width, batch.bucket.height)
-            t = to_device(self.objective.times(self.timesteps(chance[:, 0], tokens)), latents.device)
-            noisy = self.objective.add_noise(latents, noise, t)
-            texts = self._caption_conditioning(batch, dropped=chance[:, 1] < self._dropout(batch))
             width, height = batch.bucket.width, batch.bucket.height
-            conditioning = texts | self.family.encode_size_conditioning(batch.size_conditioning, width, height)
-        target = self.objective.target(latents, noise, t)
-        if batch.has_regularisation:
-            base = self._base_prediction(model, noisy, t, conditioning, parallel)
-            chosen = to_device(torch.tensor(batch.regularisation), latents.device).view(-1, *[1] * (target.ndim - 1))
-            target = torch.where(chosen, base.float(), target.float())
-        with parallel.autocast():
-            prediction = self.family.forward(model, noisy, self.objective.timesteps(t), conditioning)
-        losses = self.objective.compare(prediction, target, t)
-        return (losses * self.weighting(t)).mean()
+            noise = self.noise.normal(batch.numbers, latents.shape[1:])
+            chance = partial(self.noise.column, batch.numbers)
+            fractions = self.timesteps(chance(RandomColumn.TIMESTEP), self.family.image_tokens(width, height))
+            t = to_device(self.objective.times(fractions), latents.device)
+            dropped = chance(RandomColumn.CAPTION_DROPOUT) < self._dropout(batch)
+            texts = {"": self._caption_conditioning(batch, dropped)}
+            for name, second in batch.second_captions.items():
+                texts[name] = second.conditioning or self.family.encode_captions(second.captions)
+            sizes = self.family.encode_size_conditioning(batch.size_conditioning, width, height)
+        for name in (*sorted(batch.needs), POLICY):
+            chosen = pass_parts(name)
+            column = chosen.get("latents", "")
+            if column not in noisy:
+                clean = batch.columns[column] if column else latents
+                noisy[column] = self.objective.add_noise(clean, noise, t)
+                targets[column] = self.objective.target(clean, noise, t)
+            given = texts[chosen.get("caption", "")] | sizes
+            with nullcontext() if name.startswith(POLICY) else self._base(model), parallel.autocast():
+                predictions[name] = self.family.forward(model, noisy[column], self.objective.timesteps(t), given)
+        return Step(
+            batch=batch,
+            objective=self.objective,
+            noise=self.noise,
+            t=t,
+            weights=self.weighting(t),
+            predictions=predictions,
+            targets=targets,
+        )
 
-    def _base_prediction(
-        self, model: nn.Module, noisy: Tensor, t: Tensor, conditioning: Conditioning, parallel: Parallel
-    ) -> Tensor:
-        """What the model predicts without its adapter. Each rank has to call it: the model may be sharded."""
-        assert self.without_adapter is not None, "checked before the launch"
-        with torch.no_grad(), self.without_adapter(model), parallel.autocast():
-            return self.family.forward(model, noisy, self.objective.timesteps(t), conditioning)
+    @contextmanager
+    def _base(self, model: nn.Module) -> Iterator[None]:
+        """Within it the model predicts without its adapter, and without gradients."""
+        if self.without_adapter is None:
+            message = "a term of the loss needs the model without its adapter, which this run does not have"
+            raise UserError(message, fix="train an adapter (--model_type=lora), or leave the term out")
+        with torch.no_grad(), self.without_adapter(model):
+            yield
 
     def describe_timesteps(self, buckets: Iterable[Bucket]) -> str:
         """Which noise levels images of these sizes are trained at, in words: "logit-normal(0, 1), shift 3 (...)"."""
@@ -99,7 +150,7 @@ class DenoisingLoss:
 
     def _dropout(self, batch: MicroBatch) -> float | Tensor:
         """The share of visits without a caption: one for all, or for each image where its dataset has another (host memory)."""
-        given = batch.caption_dropout
+        given = [spec.caption_dropout_probability for spec in batch.datasets]
         if all(share is None for share in given):
             return self.dropout
         return torch.tensor([self.dropout if share is None else share for share in given])
@@ -131,10 +182,12 @@ def denoising_loss(
     family: ModelFamily,
     device: str,
     unconditional: Conditioning | None = None,
+    terms: Sequence[Term] = (),
 ) -> DenoisingLoss:
     """The loss that the options describe. Raises UserError for options that do not go together.
 
-    `unconditional` is the row of the empty prompt, where batches have theirs; None if texts are encoded in every step.
+    `unconditional` is the row of the empty prompt, where batches have theirs; None if texts are encoded in every step. `terms`
+    are those of plugins.
     """
     options = config[ObjectiveOptions]
     objective = objective_of(config, family)
@@ -153,5 +206,6 @@ def denoising_loss(
         noise=SampleNoise(config[RunOptions].seed, device),
         dropout=config[DataOptions].caption_dropout_probability,
         unconditional=unconditional,
-        without_adapter=partial(family.adapter_strength, strength=0.0) if family.scales_adapter else None,
+        without_adapter=None if lacks_base(config, family) else partial(family.adapter_strength, strength=0.0),
+        terms=terms,
     )

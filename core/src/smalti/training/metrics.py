@@ -28,6 +28,7 @@ def metrics_of(result: StepResult) -> dict[str, float]:
     known = {"mfu": result.mfu, "peak_memory_mb": result.peak_memory_mb}
     return {
         "loss": result.loss,
+        **{f"loss/{name}": loss for name, loss in (result.parts or {}).items()},
         "grad_norm": result.grad_norm,
         "learning_rate": result.learning_rate,
         "samples_per_second": result.samples / seconds if seconds else 0.0,

@@ -130,7 +130,8 @@ def _since(then: Identity, data: PreparedData, directory: Path, *, same_batch: b
     changed = [message for message, _ in settings]
     if then.samples != now.samples:
         found = changes(then, data.indexes, directory)
-        changed += ["images or captions changed; which ones is not recorded here"] if found is None else found
+        unknown = ["images or captions changed; which ones is not recorded here"]
+        changed += unknown if found is None else found or ["what belongs to images, such as masks, changed"]
     if reordered and same_batch and not changed:
         changed.append("samples come in another order")
     version = then.version or 1

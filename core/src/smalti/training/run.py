@@ -37,7 +37,7 @@ if TYPE_CHECKING:  # the launcher, which checks a run, needs none of it
 
 @dataclass(frozen=True, kw_only=True)
 class QueuedStep:
-    """A step that the device was asked for. `read` waits for its loss, and the norm of its gradients.
+    """A step that the device was asked for. `read` waits for the parts of its loss, and the norm of its gradients.
 
     `batch` is without its tensors. `begun_at`: step and skipped steps of the state before it. `seconds` are those of asking.
     """
@@ -229,12 +229,12 @@ class Run(Assembled):
         clip = parallel.clip_gradient_values if options.grad_clip_method == "value" else parallel.clip_gradients
         return clip(options.max_grad_norm)
 
-    def check(self, loss: Tensor, norm: Tensor) -> tuple[Callable[[], Sequence[float]], bool]:
-        """What gives loss and norm as numbers, and whether the optimizer is to step: always where the run `looks_back`."""
+    def check(self, losses: Tensor, norm: Tensor) -> tuple[Callable[[], Sequence[float]], bool]:
+        """What gives losses (P,) and norm as numbers, and whether the optimizer steps: always where the run `looks_back`."""
         if not self.looks_back:
-            numbers = float(loss), float(norm)
+            numbers = *losses.tolist(), float(norm)
             return lambda: numbers, all(map(math.isfinite, numbers))
-        values = torch.stack((loss.float(), norm.float()))
+        values = torch.cat((losses.float(), norm.float().view(1)))
         self.optimizer.found_inf = 1 - values.isfinite().all().float()  # type: ignore[attr-defined]
         there, device = values.to("cpu", non_blocking=True), torch.device(self.world.device)  # pinned memory
         ready = None if device.type == "cpu" else torch.Event(device)
@@ -258,7 +258,8 @@ class Run(Assembled):
             return 0.0
         state = self.state
         state.step, state.skipped = queued.begun_at
-        loss, norm = queued.read()
+        *parts, norm = queued.read()
+        loss = sum(parts)
         finite = math.isfinite(loss) and math.isfinite(norm)
         if finite:
             self.scheduler.step()
@@ -274,6 +275,7 @@ class Run(Assembled):
             data_seconds=queued.data_seconds,
             skipped=not finite,
             forward_seconds=queued.forward_time.seconds(),
+            parts=dict(zip(self.loss.names, parts, strict=True)) if len(parts) > 1 else None,
         )
         self.finish_step(queued.batch, result)
         return time.perf_counter() - begin

@@ -99,18 +99,18 @@ def train_step(run: Run, batch: Batch) -> None:
     """
     begin, forward_time = time.perf_counter(), ForwardTime(run.world.device)
     reseed(run, batch.position)
-    total = torch.zeros((), device=run.world.device)
+    total = torch.zeros(len(run.loss.names), device=run.world.device)
     kernel, tf32 = run.config[TrainingOptions].sdpa_backend, tf32_choice(run.config, run.world.device)
     for number, micro in enumerate(batch.micro, start=1):
         with run.parallel.accumulate(last=number == len(batch.micro)):
             try:
                 with forward_time.measured():
-                    loss = run.loss(run.model, micro, run.parallel) / len(batch.micro)
+                    parts = run.loss(run.model, micro, run.parallel) / len(batch.micro)
             finally:
                 begin += run.settle()  # the step before
             with attention_kernel(kernel), products_in_tf32(tf32):  # recomputation is part of it
-                run.backward(loss)
-        total += loss.detach()
+                run.backward(parts.sum())
+        total += parts.detach()
     read, steps = run.check(run.parallel.mean(total), run.clip_gradients())
     state, learning_rate = run.state, float(run.optimizer.param_groups[0]["lr"])
     run.leave_boundary()

@@ -17,6 +17,7 @@ from .registered import (
     CacheEntry as CacheEntry,
     CheckpointFormat as CheckpointFormat,
     Cleared as Cleared,
+    ColumnEntry as ColumnEntry,
     CommandCollector as CommandCollector,
     Communication as Communication,
     Deferred as Deferred,

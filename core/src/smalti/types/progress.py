@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import IntEnum
@@ -127,7 +127,8 @@ class StepResult:
     only, else None.
 
     `samples` is the effective batch, `seconds` the wall time of the step and `data_seconds` the wait for its data. `skipped`
-    means that the step changed nothing, because the loss was not finite.
+    means that the step changed nothing, because the loss was not finite. `parts` are the terms of the loss by name, weighted,
+    so that they add up to it; None if there is only one.
 
     `mfu` is the model FLOPs utilization (`smalti.training.metrics`). `peak_memory_mb` is the peak memory of the main rank's
     device since the last logged step, in MiB, or of its process on the CPU. Both are set on logged steps only. `smoothed_loss`
@@ -142,6 +143,7 @@ class StepResult:
     seconds: float
     data_seconds: float = 0.0
     skipped: bool = False
+    parts: Mapping[str, float] | None = None
     forward_seconds: float | None = None
     mfu: float | None = None
     peak_memory_mb: float | None = None

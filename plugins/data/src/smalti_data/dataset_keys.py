@@ -12,6 +12,8 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from smalti.cli import Command
+from smalti.data import catalog_of
+from smalti.plugins import Selection, load_plugins
 from smalti_data.keys import DATASET_KEYS
 
 SECTIONS: Mapping[str, tuple[str, ...]] = {
@@ -88,7 +90,9 @@ def _lines() -> Iterator[str]:
     for title, keys in SECTIONS.items():
         yield from ("", f"## {title}", "", *_table((key, DATASET_KEYS[""][key]) for key in keys))
     yield from ("", "`disabled: true` (or `disable`) switches an entry off.")
-    for title, fields in DATASET_KEYS.items():
+    columns = catalog_of(load_plugins(Selection()))
+    others = {columns.columns[name].title: keys.model_fields for name, keys in columns.column_keys.items()}
+    for title, fields in (DATASET_KEYS | others).items():
         if title:
             note = ("In the entry or its `huggingface` block, with those above.", "") if "huggingface" in title else ()
             yield from ("", f"## {title}", "", *note, *_table(fields.items()))

@@ -21,11 +21,6 @@ def with_extension(batch: pa.RecordBatch, extensions: Iterable[str] = EXTENSIONS
     return batch.filter(pc.match_substring_regex(batch.column("key"), rf"[^/]\.({names})$", ignore_case=True))
 
 
-def stems(keys: pa.Array) -> pa.Array:
-    """Keys without their extension, but with the dot before it: then they sort as the keys do, where no name has other dots."""
-    return pc.replace_substring_regex(keys, r"[^./]*$", "")
-
-
 def extension_of(image: bytes | memoryview) -> str:
     """The extension of an image by its first bytes; "" for a format that is not known."""
     start = bytes(image[:12])

@@ -21,7 +21,7 @@ from typing import Concatenate, ParamSpec, TypeVar, cast, get_args
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from smalti import CacheEntry, CheckpointFormat, FamilyEntry, MetadataEntry, OptimizerEntry, StorageEntry
+from smalti import CacheEntry, CheckpointFormat, ColumnEntry, FamilyEntry, MetadataEntry, OptimizerEntry, StorageEntry
 from smalti.config import Config, Level, Option, Schema, resolve
 from smalti.hookspecs import PROJECT, HookSpecs
 from smalti.plugins import BUILT_IN, PluginInfo, Plugins, Selection, load_plugins, schema_of
@@ -30,12 +30,13 @@ from smalti_testing.contract import BrokenContract, Contract, expect
 
 P = ParamSpec("P")
 R = TypeVar("R")
-Entry = FamilyEntry | StorageEntry | MetadataEntry | OptimizerEntry | CheckpointFormat | CacheEntry
+Entry = FamilyEntry | StorageEntry | MetadataEntry | ColumnEntry | OptimizerEntry | CheckpointFormat | CacheEntry
 
 FACTORIES: tuple[Callable[[HookSpecs], Sequence[Entry]], ...] = (
     HookSpecs.register_model_families,
     HookSpecs.register_storage,
     HookSpecs.register_metadata_backends,
+    HookSpecs.register_columns,
     HookSpecs.register_optimizers,
     HookSpecs.register_checkpoint_formats,
     HookSpecs.register_caches,

@@ -91,6 +91,13 @@ CHAPTERS = (
         bases=("smalti.data:MetadataSource",),
     ),
     Chapter(
+        title="Columns",
+        about="`register_columns` names a factory; the factory returns a `Column`. Inherit from it, and from `ColumnKeys`.",
+        classes=("smalti:ColumnEntry", "smalti.data:ColumnKeys", "smalti.data:Column"),
+        given=("smalti.data:Framing", "smalti.data:Sample"),
+        bases=("smalti.data:Column", "smalti.data:ColumnKeys"),
+    ),
+    Chapter(
         title="Scans",
         about="`configure_scan` returns a `ScanEntry`, which names two functions. `scan` may pass `scan_data` another "
         "`smalti.data.build_datasets`, with a `make_rows` and a `Catalog` of its own.",
@@ -103,6 +110,13 @@ CHAPTERS = (
         "name of its parameter; other state and the settings of groups are saved as JSON.",
         classes=("smalti:OptimizerEntry",),
         optional=("smalti.training:WeightAverage", "smalti.training:StepsInBackward"),
+    ),
+    Chapter(
+        title="Terms of the loss",
+        about="`build_terms` returns a list of `Term`. Inherit from it.",
+        classes=("smalti.training:Term", "smalti.training:Step"),
+        given=("smalti.diffusion:RandomColumn",),
+        bases=("smalti.training:Term",),
     ),
     Chapter(
         title="Work between steps",

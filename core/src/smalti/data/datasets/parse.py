@@ -15,6 +15,7 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from smalti.config import Dialect, package_of
+from smalti.data.datasets.columns import ColumnKeys
 from smalti.data.datasets.crop_values import CropAspect, CropStyle, ResolutionType
 from smalti.data.datasets.spec import CACHE_TYPES, ENTRY_KEYS, TYPES_WITH_IMAGES, Catalog, DatasetSpec, file_name_of
 from smalti.data.datasets.wrong_values import wrong_sizes, wrong_values
@@ -153,7 +154,7 @@ def parse_datasets(
     for position, entry in enabled:
         parser.read(position, entry)
     parser.check_references()
-    others = ("eval", *CACHE_TYPES)  # any but these is "image", or reported already
+    others = ("eval", "conditioning", *CACHE_TYPES)  # any but these is "image", or reported already
     if all(entry.get("dataset_type") in others for _, entry in enabled):
         parser.problems.append(
             Problem(message="no dataset with images is enabled", where=where, fix="add a dataset with images, or enable one")
@@ -197,7 +198,8 @@ class _EntryParser:
     def _known(self, entry: Mapping[str, object]) -> dict[str, Collection[str]]:
         """The keys of an entry under "", and the storages under the key `type`."""
         storage = self.catalog.storages.get(str(entry.get("type", "local")))
-        keys = (*ENTRY_KEYS, *SWITCHES, *(storage.keys if storage else ()))
+        columns = (key for keys in self.catalog.column_keys.values() for key in keys.model_fields)
+        keys = (*ENTRY_KEYS, *SWITCHES, *columns, *(storage.keys if storage else ()))
         return {"": keys, "type": self.catalog.storages.keys()}
 
     def _parse(self, place: str, entry: Mapping[str, object], notices: Sequence[str] = ()) -> None:
@@ -261,7 +263,8 @@ class _EntryParser:
         if metadata in self.catalog.tables:
             values["caption_strategy"] = metadata
         options: dict[str, object] = {}
-        for key, value in entry.items():
+        values["columns"], rest = self._columns(place, entry)
+        for key, value in rest.items():
             if key in ENTRY_KEYS:
                 values[key] = value
             elif key == metadata:
@@ -289,12 +292,24 @@ class _EntryParser:
             values["caption_strategy"] = metadata
         kind = values.setdefault("dataset_type", "image")
         self._check_choice(place, "type", storage, self.catalog.storages)
-        if kind in TYPES_WITH_IMAGES:
+        if kind in (*TYPES_WITH_IMAGES, "conditioning"):
             if metadata != storage:  # else it follows from the storage
                 self._check_choice(place, "metadata_backend", metadata, self.catalog.metadata)
             if storage == "local" and "instance_data_dir" not in values:
                 self._add_problem(place, "instance_data_dir is missing", "set it to the folder of the images")
         return {**values, "storage_options": options, "notices": tuple(notices)}
+
+    def _columns(self, place: str, entry: Mapping[str, object]) -> tuple[dict[str, ColumnKeys], dict[str, object]]:
+        """Returns the keys for columns, checked, by the name of the column, and the rest of an entry. Adds their problems."""
+        found, rest = dict[str, ColumnKeys](), dict(entry)
+        for name, keys in self.catalog.column_keys.items():
+            given = {key: rest.pop(key) for key in keys.model_fields if key in rest}
+            try:
+                if given:
+                    found[name] = keys.model_validate(given)
+            except ValidationError as error:
+                self.problems += wrong_values(error, given, place)
+        return found, rest
 
     def _metadata_backend(self, place: str, entry: Mapping[str, object]) -> str:
         """Returns the metadata backend, which may follow from the storage."""
@@ -316,6 +331,9 @@ class _EntryParser:
 
     def _add_unknown_key(self, place: str, key: str, known: Collection[str]) -> None:
         """Only a spelling mistake has a near name: a name that is merely similar has another meaning."""
+        if package := package_of("dataset_keys", key):
+            self.problems.append(package.problem(f"{key} belongs to {package.distribution}", place))
+            return
         fix = did_you_mean(key.lower(), known, cutoff=0.8)
         fix = fix or "; ".join(filter(None, ("remove it", "`smalti dataset reference` prints all keys", self._other_trainers)))
         self._add_problem(place, f"unknown key {key!r}", fix)

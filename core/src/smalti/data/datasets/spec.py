@@ -8,16 +8,18 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, cast
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
 from smalti.data.datasets.caption_filters import checked_filters, filter_lines
+from smalti.data.datasets.columns import Column, ColumnKeys
 from smalti.data.datasets.crop_values import CropAspect, CropStyle, ResolutionType
 from smalti.hookspecs import HookSpecs
-from smalti.plugins import Plugins, create
-from smalti.types import MetadataEntry, StorageEntry
+from smalti.plugins import Plugins, create, named
+from smalti.types import ColumnEntry, MetadataEntry, StorageEntry
 
 if TYPE_CHECKING:
     from smalti.data.datasets.sources import MetadataSource
@@ -173,10 +175,11 @@ class DatasetSpec(BaseModel):
         help="The storage. `local`: a folder. `aws`: S3. `huggingface`: a dataset of the Hugging Face Hub."
         " `csv`: a list of URLs, which are downloaded.",
     )
-    dataset_type: Literal["image", "eval", "text_embeds", "image_embeds"] = _key(
+    dataset_type: Literal["image", "eval", "conditioning", "text_embeds", "image_embeds"] = _key(
         "image",
-        help="`image`: trained on. `eval`: the evaluation loss is measured on it. `text_embeds`, `image_embeds`: no images; the"
-        " entry configures where a cache is stored.",
+        help="`image`: trained on. `eval`: the evaluation loss is measured on it. `conditioning`: belongs to the images of"
+        " datasets that name it as `conditioning_data`. `text_embeds`, `image_embeds`: no images; the entry configures where a"
+        " cache is stored.",
     )
 
     instance_data_dir: Folder | None = _key(
@@ -359,6 +362,8 @@ class DatasetSpec(BaseModel):
     """The storage's own keys (`StorageEntry.keys`), which it checks itself. Never printed: they may hold secrets."""
     metadata_options: Mapping[str, object] = {}
     """The block with the name of the metadata backend ("parquet": {...}), which that backend checks itself."""
+    columns: Mapping[str, ColumnKeys] = {}
+    """Its keys for columns (`ColumnEntry.keys`), by the name of the column, where it has some."""
     notices: tuple[str, ...] = ()
     """Messages about keys that have no effect."""
     entry: str = ""
@@ -368,6 +373,11 @@ class DatasetSpec(BaseModel):
     def file_name(self) -> str:
         """The beginning of the names of the dataset's files."""
         return file_name_of(self.id)
+
+    @property
+    def column_endings(self) -> tuple[str, ...]:
+        """How the names of files end that are no images, but belong to columns."""
+        return tuple(ending for keys in self.columns.values() for ending in keys.endings)
 
     @property
     def has_images(self) -> bool:
@@ -384,7 +394,7 @@ class DatasetSpec(BaseModel):
 ENTRY_KEYS = {
     info.alias or name: info
     for name, info in DatasetSpec.model_fields.items()
-    if name not in ("storage_options", "metadata_options", "notices", "entry")
+    if name not in ("storage_options", "metadata_options", "columns", "notices", "entry")
 }
 """The keys of an entry: every field but those that `parse_datasets` fills in."""
 
@@ -419,7 +429,7 @@ def unused_caches(specs: Sequence[DatasetSpec]) -> tuple[str, ...]:
     return (f"without effect: {', '.join(sorted(named))}; {why}",)
 
 
-E = TypeVar("E", StorageEntry, MetadataEntry)
+E = TypeVar("E", StorageEntry, MetadataEntry, ColumnEntry)
 
 BUILT_IN_STORAGES = (StorageEntry(name="local", title="A folder", factory="smalti.data.storage.local:open_local"),)
 BUILT_IN_METADATA = (
@@ -433,11 +443,14 @@ class Catalog:
 
     storages: Mapping[str, StorageEntry] = field(default_factory=lambda: _by_name(BUILT_IN_STORAGES))
     metadata: Mapping[str, MetadataEntry] = field(default_factory=lambda: _by_name(BUILT_IN_METADATA))
+    columns: Mapping[str, ColumnEntry] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, storages: Iterable[StorageEntry], metadata: Iterable[MetadataEntry]) -> Catalog:
+    def of(
+        cls, storages: Iterable[StorageEntry], metadata: Iterable[MetadataEntry], columns: Iterable[ColumnEntry] = ()
+    ) -> Catalog:
         """Returns the catalog of what plugins registered; the built-in entries are not added automatically."""
-        return cls(storages=_by_name(storages), metadata=_by_name(metadata))
+        return cls(storages=_by_name(storages), metadata=_by_name(metadata), columns=_by_name(columns))
 
     @property
     def tables(self) -> frozenset[str]:
@@ -454,11 +467,25 @@ class Catalog:
         entry = self.metadata[spec.metadata_backend]
         return cast("MetadataSource", create(entry, entry.factory, spec, storage))
 
+    @cached_property
+    def column_keys(self) -> Mapping[str, type[ColumnKeys]]:
+        """The keys that an entry may have for each column."""
+        return {name: cast("type[ColumnKeys]", named(entry, entry.keys)) for name, entry in self.columns.items()}
+
+    def open_columns(self, spec: DatasetSpec, specs: Sequence[DatasetSpec]) -> dict[str, Column]:
+        """The columns of a dataset, one of `specs`, by name. Raises what their factories raise, such as UserError."""
+        entries = [self.columns[name] for name in spec.columns]
+        return {
+            each.name: cast("Column", create(each, each.factory, spec, spec.columns[each.name], self, specs))
+            for each in entries
+        }
+
 
 def _by_name(entries: Iterable[E]) -> dict[str, E]:
     return {entry.name: entry for entry in entries}
 
 
 def catalog_of(plugins: Plugins) -> Catalog:
-    """The storages and metadata backends of all active plugins."""
-    return Catalog.of(plugins.gather(HookSpecs.register_storage), plugins.gather(HookSpecs.register_metadata_backends))
+    """The storages, metadata backends and columns of all active plugins."""
+    hooks = (HookSpecs.register_storage, HookSpecs.register_metadata_backends, HookSpecs.register_columns)
+    return Catalog.of(*map(plugins.gather, hooks))

@@ -8,7 +8,7 @@ continues: finished parts for which files were opened are kept beside the index.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,11 +17,12 @@ from typing import TYPE_CHECKING, BinaryIO
 import numpy as np
 import pyarrow as pa
 
+from smalti.data.datasets.columns import Column
 from smalti.data.datasets.sources import MetadataSource, describe_skipped
 from smalti.data.datasets.spec import DatasetSpec
 from smalti.data.scan.image_sizes import EXTENSIONS
 from smalti.data.scan.index import DatasetIndex, load_index
-from smalti.data.scan.index_file import IndexFile, IndexWriter, recipe_of
+from smalti.data.scan.index_file import SCHEMA, IndexFile, IndexWriter, recipe_of
 from smalti.data.scan.parts import chosen, in_parts, with_last
 from smalti.data.storage.columns import text_parts
 from smalti.data.storage.protocol import Storage
@@ -54,31 +55,33 @@ def build_index(
     cache: Path | None = None,
     progress: Progress | None = None,
     make_rows: MakeRows = make_rows,
+    columns: Iterable[Column] = (),
 ) -> DatasetIndex:
     """Scan a dataset; returns its index, which is also written to `cache` (only in memory if that is None).
 
     The index in `cache` is kept as it is if the source recognizes that nothing changed, unless it has images that could not
-    be read: those are tried again. Otherwise its rows are reused where nothing changed. Unusable samples become rows with a
-    reason.
+    be read, which are tried again, or what `columns` add. Otherwise its rows are reused where nothing changed. Unusable samples
+    become rows with a reason.
     Raises UserError for a dataset without images, and TransientStorageError when the
     storage does not answer.
     """
+    adding = [column for column in columns if column.fields]
     if cache is None:
         sink = pa.BufferOutputStream()
-        _Scan(spec, storage, source, Kept(None), make_rows).write(sink, [], progress)
+        _Scan(spec, storage, source, Kept(None), make_rows, adding).write(sink, [], progress)
         file = IndexFile(sink.getvalue())
         assert file.summary is not None
         return DatasetIndex(spec.id, file, file.summary)
     cache.parent.mkdir(parents=True, exist_ok=True)
     kept = Kept(cache)
-    same = _unchanged(spec, source, cache)
+    same = None if adding else _unchanged(spec, source, cache)
     if same is not None:
         kept.remove()
         if progress is not None:
             progress(len(same), len(same))
         return same
     with written(cache) as file_written:
-        _Scan(spec, storage, source, kept, make_rows).write(file_written, [*kept.paths(), cache], progress)
+        _Scan(spec, storage, source, kept, make_rows, adding).write(file_written, [*kept.paths(), cache], progress)
     kept.remove()
     return load_index(spec, cache)
 
@@ -117,6 +120,7 @@ class _Scan:
     source: MetadataSource
     kept: Kept
     make_rows: MakeRows
+    columns: Sequence[Column] = ()
     problems: list[int] = field(default_factory=list)
     """How many samples of each part the source lists as unusable."""
 
@@ -127,7 +131,8 @@ class _Scan:
 
         rows = Rows(spec=self.spec, storage=self.storage, source=self.source, earlier=EarlierRows.open(self.spec, earlier))
         done = 0
-        with _reading_threads() as pool, IndexWriter(sink, recipe_of(self.spec)) as writer:
+        others = [field for column in self.columns for field in column.fields]
+        with _reading_threads() as pool, IndexWriter(sink, recipe_of(self.spec), others) as writer:
             for made, is_last in with_last(self.make_rows(rows, self._parts(), pool, self.kept)):
                 writer.write(made)
                 done += len(made)
@@ -140,8 +145,10 @@ class _Scan:
             writer.lasting_problems += sum(self.problems)
 
     def _parts(self) -> Iterator[pa.RecordBatch]:
-        """What the source lists, with its problems counted."""
+        """What the source lists, with what columns add, and with its problems counted."""
         for part in chosen(self.spec, in_parts(self.source.list_columns())):
+            for column in self.columns:
+                part = column.listed(part)
             self.problems.append(int(np.count_nonzero(text_parts(part.column("problem"))[1])))
             yield part
 
@@ -219,5 +226,5 @@ def written(path: Path) -> Iterator[BinaryIO]:
 
 
 def _write_rows(path: Path, spec: DatasetSpec, rows: pa.RecordBatch) -> None:
-    with written(path) as file, IndexWriter(file, recipe_of(spec)) as writer:
+    with written(path) as file, IndexWriter(file, recipe_of(spec), list(rows.schema)[len(SCHEMA) :]) as writer:
         writer.write(rows)

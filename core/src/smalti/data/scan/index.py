@@ -75,6 +75,10 @@ class DatasetIndex:
         """Where the source has the bytes, as it wrote it; "" for the file `key(row)` of the storage."""
         return str(self._value("place", row).as_py())
 
+    def value(self, field: str, row: int) -> object:
+        """What one of the `Column.fields` has in this row."""
+        return self._value(field, row).as_py()
+
     def size(self, row: int) -> tuple[int, int]:
         """Width and height in pixels."""
         return int(self._value("width", row).as_py()), int(self._value("height", row).as_py())

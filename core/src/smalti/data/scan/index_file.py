@@ -6,6 +6,7 @@ The last record batch is empty and has the summary as its metadata, because the 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -76,11 +77,11 @@ class Summary:
 class IndexWriter:
     """Writes an index, in record batches of `BATCH_ROWS` rows however many rows come at once. Close it, or use it in a `with`.
 
-    `recipe` becomes the schema's metadata.
+    `recipe` becomes the schema's metadata. `others` are columns beside those of `SCHEMA`: texts and numbers without nulls.
     """
 
-    def __init__(self, sink: BinaryIO | pa.NativeFile, recipe: bytes) -> None:
-        self._schema = SCHEMA.with_metadata({"smalti": recipe})
+    def __init__(self, sink: BinaryIO | pa.NativeFile, recipe: bytes, others: Iterable[pa.Field] = ()) -> None:
+        self._schema = pa.schema([*SCHEMA, *others]).with_metadata({"smalti": recipe})
         self._writer = pa.ipc.new_file(sink, self._schema)
         self._pending: list[pa.RecordBatch] = []
         self._pending_rows = 0
@@ -165,14 +166,21 @@ class _Digests:
         self._texts("keys", batch.column("key"))
         for name in ("size", "width", "height", "content"):
             self._update(name, batch.column(name).to_numpy())
+        for name in batch.schema.names[len(SCHEMA) :]:
+            values = batch.column(name)
+            if pa.types.is_string(values.type):
+                self._texts(f"column {name}", values)
+            else:
+                self._update(f"column {name}", values.to_numpy())
         captions = batch.column("captions")
         self._update("captions per row", np.diff(captions.offsets.to_numpy()))
         self._texts("captions", captions.flatten())
 
     def result(self) -> IndexDigests:
+        others = sorted(name for name in self._states if name.startswith("column "))
         return IndexDigests(
             keys=self._joined("keys", "keys lengths"),
-            content=self._joined("size", "width", "height", "content"),
+            content=self._joined("size", "width", "height", "content", *others),
             captions=self._joined("captions per row", "captions", "captions lengths"),
         )
 
@@ -200,21 +208,23 @@ _LATER_FIELDS = ("caption_extension", "instance_prompt_fallback")
 
 def recipe_of(spec: DatasetSpec) -> bytes:
     """The recipe of the dataset's index in the present format."""
-    return _recipe(spec, _FORMAT)
+    return _recipe(spec, _FORMAT, spec.columns)
 
 
 def reusable_recipes(spec: DatasetSpec) -> tuple[bytes, ...]:
     """The recipes of indexes from which unchanged rows are taken over."""
-    return tuple(_recipe(spec, number) for number in (_FORMAT, *_READABLE))
+    return tuple(_recipe(spec, number, columns) for number in (_FORMAT, *_READABLE) for columns in (spec.columns, ()))
 
 
-def _recipe(spec: DatasetSpec, number: int) -> bytes:
+def _recipe(spec: DatasetSpec, number: int, columns: Iterable[str]) -> bytes:
     fields = {
         "metadata_backend", "json_table", "metadata_options", "caption_strategy",
         "disable_multiline_split", "instance_prompt", "prepend_instance_prompt", "only_instance_prompt", "max_num_samples",
     }  # fmt: skip
     fields |= {name for name in _LATER_FIELDS if getattr(spec, name) != DatasetSpec.model_fields[name].default}
-    places = {"caption_weights": True} if spec.caption_weights else {}  # one of several captions may be missing
+    places: dict[str, object] = {"caption_weights": True} if spec.caption_weights else {}  # some captions may be missing
+    if columns:
+        places["columns"] = sorted(columns)  # what they read is compared in each scan
     values = spec.model_dump(mode="json", include=fields)
     if spec.json_table.fallback_caption_column is None:
         del values["json_table"]["fallback_caption_column"]  # as in indexes of earlier versions

@@ -20,7 +20,7 @@ from smalti.data.datasets.captions import (
     missing_caption,
     read_captions,
 )
-from smalti.data.datasets.sources import Listed, MetadataSource
+from smalti.data.datasets.sources import LISTED, Listed, MetadataSource
 from smalti.data.datasets.spec import DatasetSpec
 from smalti.data.scan.earlier import EarlierRows
 from smalti.data.scan.image_sizes import read_header
@@ -45,7 +45,16 @@ class Rows:
     earlier: EarlierRows
 
     def of(self, listed: pa.RecordBatch, pool: Threads) -> tuple[pa.RecordBatch, int]:
-        """Returns the rows of listed samples (`LISTED`), and for how many of them files were opened."""
+        """Returns the rows of listed samples (`LISTED`), and for how many of them files were opened.
+
+        What else was listed, for columns, is in the rows as it is.
+        """
+        rows, opened = self._of(listed, pool)
+        for name in listed.schema.names[len(LISTED) :]:
+            rows = rows.append_column(listed.schema.field(name), listed.column(name))
+        return rows, opened
+
+    def _of(self, listed: pa.RecordBatch, pool: Threads) -> tuple[pa.RecordBatch, int]:
         old = self.earlier.find(listed.column("key"))
         captions, captioned = self._captions(listed, old)
         sizes, sized = _sizes(listed, old)
@@ -111,7 +120,7 @@ class Rows:
         return captions, complete
 
     def _opened(self, listed: pa.RecordBatch, old: pa.RecordBatch, rows: NDArray[np.int64], pool: Threads) -> pa.RecordBatch:
-        samples = [as_listed(row) for row in listed.take(pa.array(rows)).to_pylist()]
+        samples = [as_listed(row) for row in listed.select(LISTED.names).take(pa.array(rows)).to_pylist()]
         before = [row if row["key"] is not None else None for row in old.take(pa.array(rows)).to_pylist()]
         chunks = [range(start, min(start + _CHUNK, len(rows))) for start in range(0, len(rows), _CHUNK)]
 

@@ -36,7 +36,7 @@ class Discovery(MetadataSource):
     def list_columns(self) -> Iterator[pa.RecordBatch]:
         from smalti.data.sources.image_files import ImageFiles
 
-        files = ImageFiles(self._listing, self._spec.caption_extension)
+        files = ImageFiles(self._listing, self._spec.caption_extension, others=self._spec.column_endings)
         for images in files.batches():
             yield listed_columns(images)
         self.skipped_files = files.skipped

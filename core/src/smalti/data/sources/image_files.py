@@ -21,11 +21,12 @@ class ImageFiles:
 
     `batches` yields columns `key`, `size`, `etag` and `caption_etag`: the etag of the text file with the same stem and the
     extension `caption_extension`, "" without one. `skipped` counts other files by extension in lower case, but for those that
-    describe data (`DESCRIPTIONS`). `digest` is that of all of these files.
+    describe data (`DESCRIPTIONS`), and those whose names end with one of `others`. `digest` is that of all of these files.
     """
 
-    def __init__(self, storage: Storage | ListedOnce, caption_extension: str = ".txt") -> None:
+    def __init__(self, storage: Storage | ListedOnce, caption_extension: str = ".txt", *, others: Iterable[str] = ()) -> None:
         self._storage = storage
+        self._others = others
         self._caption_extension = caption_extension
         self.skipped: dict[str, int] = {}
         self.digest = ListingDigest()
@@ -42,7 +43,7 @@ class ImageFiles:
                 continue
             # An image and its text share the stem, but other names may sort between them: those are waited for.
             last = window.column("key")[len(window) - 1].as_py()
-            ends = pc.binary_join_element_wise(pc.binary_slice(_stems(known).cast(pa.binary()), 0, -1), b"/", b"")
+            ends = pc.binary_join_element_wise(pc.binary_slice(stems(known.column("key")).cast(pa.binary()), 0, -1), b"/", b"")
             open_rows = np.flatnonzero(pc.greater(ends, last.encode()).to_numpy(zero_copy_only=False))
             complete = int(open_rows[0]) if len(open_rows) else len(known)
             yield from self._images(known.slice(0, complete))
@@ -52,9 +53,11 @@ class ImageFiles:
 
     def _known(self, window: pa.RecordBatch) -> pa.RecordBatch:
         """The images and text files among these files; the others are counted."""
-        keys = window.column("key")
         self.digest.add(window)
-        known = pc.or_(_has_extension(keys, EXTENSIONS), _has_extension(keys, (self._caption_extension,)))
+        for ending in self._others:
+            window = window.filter(pc.invert(pc.ends_with(window.column("key"), ending)))
+        keys = window.column("key")
+        known = pc.or_(has_extension(keys, EXTENSIONS), has_extension(keys, (self._caption_extension,)))
         others = keys.filter(pc.invert(known))
         for key in others.to_pylist():
             extension = key[key.rfind(".") :].lower() if "." in key.rpartition("/")[2] else ""
@@ -63,21 +66,22 @@ class ImageFiles:
         return window.filter(known) if len(others) else window
 
     def _images(self, files: pa.RecordBatch) -> Iterator[pa.RecordBatch]:
-        is_image = _has_extension(files.column("key"), EXTENSIONS)
+        is_image = has_extension(files.column("key"), EXTENSIONS)
         images, texts = files.filter(is_image), files.filter(pc.invert(is_image))
         if not len(images):
             return
-        wanted = pc.binary_join_element_wise(_stems(images), self._caption_extension[1:], "")
+        wanted = pc.binary_join_element_wise(stems(images.column("key")), self._caption_extension[1:], "")
         found = pc.index_in(wanted, value_set=texts.column("key"))
         etags = pc.fill_null(texts.column("etag").take(found), "")
         yield images.append_column("caption_etag", etags)
 
 
-def _stems(keys_of: pa.RecordBatch) -> pa.Array:
-    """Keys without their extension, but with the dot before it."""
-    return pc.replace_substring_regex(keys_of.column("key"), _NAME_END, "")
+def stems(keys: pa.Array) -> pa.Array:
+    """Keys without their extension, but with the dot before it: then they sort as the keys do, where no name has other dots."""
+    return pc.replace_substring_regex(keys, _NAME_END, "")
 
 
-def _has_extension(keys: pa.Array, extensions: Iterable[str]) -> pa.Array:
+def has_extension(keys: pa.Array, extensions: Iterable[str]) -> pa.Array:
+    """Which keys end with one of these extensions, in any case."""
     names = "|".join(sorted(extension.removeprefix(".") for extension in extensions))
     return pc.match_substring_regex(keys, rf"\.(?:{names})$", ignore_case=True)

@@ -16,7 +16,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from smalti_data.file_names import stems
+from smalti.data import stems
 from smalti_data.tables.columns import ROWS
 
 RUN = 1 << 17

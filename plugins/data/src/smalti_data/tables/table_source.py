@@ -25,9 +25,10 @@ from smalti.data import (
     StorageError,
     depends_on_text_file,
     rebatched,
+    stems,
     visible,
 )
-from smalti_data.file_names import stems, with_extension
+from smalti_data.file_names import with_extension
 from smalti_data.tables.columns import Projection, TableColumns, local_table
 from smalti_data.tables.join import Join, Names
 

@@ -87,8 +87,6 @@ class Samples:
             numbers=tuple(range(size)),
             keys=("",) * size,
             size_conditioning=(crop,) * size,
-            caption_dropout=(None,) * size,
-            regularisation=(False,) * size,
         )
 
 

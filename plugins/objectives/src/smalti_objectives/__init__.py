@@ -1,0 +1,1 @@
+"""Losses beyond denoising: masked and weighted images."""

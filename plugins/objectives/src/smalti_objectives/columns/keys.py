@@ -1,0 +1,71 @@
+"""The keys of a dataset entry for its columns."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Literal
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+
+from smalti.data import ColumnKeys, Folder
+
+
+def _checked_ending(value: str) -> str:
+    if not re.fullmatch(r"[-.\w]+\.\w+", value):
+        raise ValueError('give the ending of the names of masks, such as ".mask.png"')
+    return value
+
+
+class MaskKeys(ColumnKeys):
+    """Where the masks of the images are. Brightness is the weight of a place: white counts fully, black not at all."""
+
+    conditioning_data: str | None = Field(
+        None,
+        description="Id of the entry of `dataset_type: conditioning` with the masks of these images: files in the same"
+        " subfolders, with the same names but for the extension.",
+    )
+    conditioning_type: Literal["mask"] | None = Field(
+        None, description="What the images of an entry of `dataset_type: conditioning` are: `mask`, the masks of other images."
+    )
+    mask_path: Folder | None = Field(
+        None, description="Folder with the masks of these images, named like those of `conditioning_data`."
+    )
+    mask_suffix: Annotated[str, AfterValidator(_checked_ending)] | None = Field(
+        None,
+        description="Masks are files beside the images, whose names have this ending in place of the extension: `.mask.png`, or"
+        " `-masklabel.png` as in OneTrainer. They are no images.",
+    )
+    alpha_mask: bool = Field(
+        False,
+        description="The opacity of an image without a mask file is its mask. Colours are still those on a white ground.",
+    )
+    mask_invert: bool = Field(False, description="Train what is black in the masks, instead of what is white.")
+    mask_required: bool = Field(
+        False,
+        description="Images without a mask cannot be used. By default they are trained as a whole, and counted in a notice.",
+    )
+
+    @property
+    def endings(self) -> tuple[str, ...]:
+        return (self.mask_suffix,) if self.mask_suffix else ()
+
+
+class WeightTable(BaseModel):
+    """The `loss_weight_table` block."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    path: Folder = Field(description="The table: parquet, CSV, TSV, or JSON lines. It may be that of the captions.")
+    filename_column: str = Field("filename", description="Path of the image relative to the folder, with or without extension.")
+    weight_column: str = Field("loss_weight", description="The weight.")
+
+
+class WeightKeys(ColumnKeys):
+    """How much images count in the loss."""
+
+    loss_weight: float = Field(1.0, ge=0, description="Factor of the loss of each image, kohya's `prior_loss_weight`.")
+    loss_weight_table: WeightTable | None = Field(
+        None,
+        description="A weight for each image: a table with `path`, `filename_column` (`filename`) and `weight_column`"
+        " (`loss_weight`). Images without a row have the weight `loss_weight`.",
+    )
