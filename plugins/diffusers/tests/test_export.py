@@ -18,7 +18,6 @@ from smalti.checkpoint.conversion.export_request import ExportRequest
 from smalti.checkpoint.conversion.formats import OwnCheckpoint
 from smalti.checkpoint.snapshot import Snapshot
 from smalti.checkpoint.writer import save
-from smalti.cli.checkpoint import checkpoint
 from smalti.config.resolution import resolve
 from smalti.data.buckets import Bucket
 from smalti.data.loader import MicroBatch
@@ -28,6 +27,7 @@ from smalti.plugins.lookup import find_family
 from smalti.plugins.schema import schema_of
 from smalti.training.loss import denoising_loss
 from smalti_diffusers.sources.components import Components
+from smalti_export.command import export as export_command
 from smalti_testing.family_subject import CAPTIONS, SIZE, FamilySubject
 from smalti_testing.strategies import SingleRank
 from smalti_validation.png import image_settings
@@ -48,7 +48,7 @@ def run(tmp_path_factory, train):
 
 
 def export(*words):
-    return CliRunner().invoke(checkpoint, ["export", *map(str, words)])
+    return CliRunner().invoke(export_command, list(map(str, words)))
 
 
 @pytest.fixture(scope="module")

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import cast
 
+from smalti import CheckpointError, Config, UserError
 from smalti.checkpoint import (
     CheckpointStore,
     ConversionError,
@@ -23,14 +24,13 @@ from smalti.checkpoint import (
     check_new,
     make_folder,
 )
-from smalti.config import Config, DataOptions, restore
-from smalti.errors import CheckpointError, UserError
+from smalti.config import DataOptions, restore
 from smalti.models import ModelFamily, without_weights
 from smalti.parallel import model_tensors
 from smalti.plugins import Plugins, find_family, schema_of
 from smalti.rundir import RunDirectory
 from smalti.system import parse_json
-from smalti.training.model_card import FILE, model_card, sampled_images
+from smalti_export.model_card import FILE, model_card, sampled_images
 
 
 @dataclass(frozen=True, kw_only=True)
