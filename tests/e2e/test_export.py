@@ -9,13 +9,13 @@ import torch
 from click.testing import CliRunner
 from safetensors.torch import load_file
 
-from smalti.checkpoint.conversion.export_folder import TrainedWeights
 from smalti.checkpoint.conversion.formats import OwnCheckpoint
 from smalti.checkpoint.snapshot import Snapshot
 from smalti.checkpoint.writer import save
 from smalti.errors import UserError
 from smalti.parallel.state import PortableState
 from smalti_export.command import export as export_command
+from smalti_export.folder import TrainedWeights
 from smalti_testing.strategies import SingleRank
 from support.forked_popen import run_forked
 

@@ -13,7 +13,6 @@ from pictured import difference
 from safetensors import safe_open
 
 from smalti import UserError
-from smalti.checkpoint.conversion.export_folder import TrainedWeights
 from smalti.checkpoint.conversion.formats import OwnCheckpoint
 from smalti.config.resolution import resolve
 from smalti.models.weights import materialise, without_weights
@@ -23,6 +22,7 @@ from smalti.plugins.schema import schema_of
 from smalti_diffusers.lora.adapter import adapter_shapes
 from smalti_diffusers.sources.components import Components
 from smalti_export.command import export as export_command
+from smalti_export.folder import TrainedWeights
 from smalti_testing import check_family
 from smalti_testing.family_subject import CAPTIONS, FamilySubject
 

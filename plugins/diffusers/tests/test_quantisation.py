@@ -18,7 +18,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from smalti import ConfigError, FrozenStorage, RankInfo, UserError, World
-from smalti.checkpoint.conversion.export_folder import TrainedWeights
 from smalti.checkpoint.conversion.formats import OwnCheckpoint
 from smalti.config.resolution import resolve
 from smalti.models.weights import materialise, without_weights
@@ -29,6 +28,7 @@ from smalti_diffusers.lora.assistant import ASSISTANT
 from smalti_diffusers.lora.quantisation import QuantisedLinear, _restored as restored, check_device, quantise, storage
 from smalti_diffusers.lora.strength import adapter_scaled
 from smalti_export.command import export as export_command
+from smalti_export.folder import TrainedWeights
 from smalti_plan.out_of_memory import memory_use
 from smalti_testing.family_subject import CAPTIONS, FamilySubject
 

@@ -19,7 +19,7 @@ from smalti.plugins import load_plugins, selection_of
 from smalti.system import parse_bytes
 
 if TYPE_CHECKING:
-    from smalti.checkpoint import Precision
+    from smalti_export.folder import Precision
 
 
 _HELP = "Folder to create. It must not exist yet."
