@@ -9,13 +9,13 @@ import torch
 from click.testing import CliRunner
 from safetensors.torch import load_file
 
-from smalti.checkpoint.conversion.export_folder import TrainedWeights
 from smalti.checkpoint.conversion.formats import OwnCheckpoint
 from smalti.checkpoint.snapshot import Snapshot
 from smalti.checkpoint.writer import save
-from smalti.cli.checkpoint import checkpoint
 from smalti.errors import UserError
 from smalti.parallel.state import PortableState
+from smalti_export.command import export as export_command
+from smalti_export.folder import TrainedWeights
 from smalti_testing.strategies import SingleRank
 from support.forked_popen import run_forked
 
@@ -33,8 +33,8 @@ def run(tmp_path_factory, train):
 
 
 def export(*words):
-    """Without any plugin but the built-in ones. The exit code, and all that was said."""
-    done = CliRunner(env={"SMALTI_PLUGINS": "toy"}).invoke(checkpoint, ["export", *map(str, words)])
+    """Without any plugin but these and the built-in ones. The exit code, and all that was said."""
+    done = CliRunner(env={"SMALTI_PLUGINS": "toy,export"}).invoke(export_command, list(map(str, words)))
     if isinstance(done.exception, UserError):
         return int(done.exception.exit_code), f"{done.output}{done.exception}"
     return done.exit_code, done.output
@@ -43,7 +43,7 @@ def export(*words):
 def test_shards_of_a_backend_that_is_not_there_become_whole_and_start_another_run(run, tmp_path, train):
     target = tmp_path / "made"
     command = [sys.executable, "-m", "smalti", "checkpoint", "export", run.directory, "--to", target, "--json"]
-    done = run_forked(command, env=os.environ | {"SMALTI_PLUGINS": "toy"})
+    done = run_forked(command, env=os.environ | {"SMALTI_PLUGINS": "toy,export"})
     assert done.returncode == 0, done.stderr
     told = json.loads(done.stdout)
     assert (told["step"], told["family"], told["files"]) == (

@@ -14,7 +14,7 @@ from click.testing import CliRunner
 from safetensors.torch import load_file
 
 from smalti.checkpoint.format.safetensors_reader import TensorFiles
-from smalti.cli.checkpoint import checkpoint
+from smalti_export.command import export as export_command
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "sd3-zero2-offload.toml"
 TWO = {"num_processes": 2, "use_cpu": True, "allow_dataset_oversubscription": True}
@@ -138,7 +138,7 @@ def test_the_example_draws_what_one_process_draws(example, step):
 
 
 def export(run, target: Path) -> Path:
-    done = CliRunner().invoke(checkpoint, ["export", str(run.directory), "--to", str(target), "--ema"])
+    done = CliRunner().invoke(export_command, [str(run.directory), "--to", str(target), "--ema"])
     assert done.exit_code == 0, done.output
     return target
 

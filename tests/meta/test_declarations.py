@@ -232,7 +232,6 @@ def test_a_package_with_a_strategy_of_accelerate_has_its_distributed_type(packag
 
 NAMED = {
     "builtin/run_directory.py": {"validation_prompt", "validation_prompt_library"},  # the answer to a request for images
-    "cli/checkpoint.py": {"base_pipeline"},
     "config/accelerate_yaml.py": {"deepspeed_config"},  # a section of Accelerate's own
     "config/other_trainers.py": {"cache_dir"},  # a key of datasets, here and in the next two
     "data/datasets/parse.py": {"cache_dir"},
@@ -240,8 +239,6 @@ NAMED = {
     "models/family.py": {"context_parallel_comm_strategy", "context_parallel_size"},
     "launch/checks.py": {"eval_steps_interval"},  # which package evaluates
     "models/family_check.py": {"lora_targets"},  # an attribute of families
-    "training/model_card.py": {"base_model_precision", "lora_alpha", "lora_rank"},
-    "training/inference_export.py": {"validation_prompt"},
 }
 """Options of packages that texts in the code of the core name. Nothing is added here."""
 

@@ -129,8 +129,16 @@ def test_what_makes_the_families_imports_no_more_than_a_launcher_needs():
     assert (done.returncode, done.stdout.split()) == (0, []), done.stderr
 
 
-IMPORTED_BY_OTHERS = {"safetensors", "protobuf", "sentencepiece", "python-multipart", "smalti-cache", "smalti-data"}
-"""What torch reads checkpoints with, transformers tokenizers, FastAPI forms, smalti tables on S3, and what encodes ahead."""
+IMPORTED_BY_OTHERS = {
+    "safetensors",
+    "protobuf",
+    "sentencepiece",
+    "python-multipart",
+    "smalti-cache",
+    "smalti-data",
+    "smalti-export",
+}
+"""What torch reads checkpoints with, transformers tokenizers, FastAPI forms, smalti tables on S3; what encodes and exports."""
 
 
 def test_every_dependency_of_a_package_is_imported_by_it(root):

@@ -7,7 +7,6 @@ import tiny
 import torch
 from safetensors.torch import load_file
 
-from smalti.checkpoint.conversion.export_folder import ExportFolder, TrainedWeights
 from smalti.checkpoint.conversion.export_request import ExportRequest
 from smalti.checkpoint.conversion.formats import OwnCheckpoint
 from smalti.checkpoint.snapshot import Snapshot
@@ -19,6 +18,7 @@ from smalti.plugins.discovery import load_plugins
 from smalti.plugins.lookup import find_family
 from smalti.plugins.schema import schema_of
 from smalti_diffusers.families.qwen_image import mask_aside
+from smalti_export.folder import NewExport, TrainedWeights
 from smalti_testing.family_subject import FamilySubject
 from smalti_testing.strategies import SingleRank
 
@@ -59,7 +59,7 @@ class Adapter:
         described = {"kind": "lora", "rank": RANK, "alpha": ALPHA}
         asked = ExportRequest(**request)
         self.subject.family.check_export(asked)
-        made = ExportFolder(folder, trained, described, lambda done, total: None, name=folder.name, request=asked)
+        made = NewExport(folder, trained, described, lambda done, total: None, name=folder.name, request=asked)
         self.subject.family.export(made)
         made.finish()
         self.usages = {usage.tool: usage.text.replace("{path}", str(folder)) for usage in made.usages}

@@ -11,12 +11,12 @@ from diffusers.loaders import single_file_utils
 from published import FLUX_DEV
 
 from smalti import UserError
-from smalti.checkpoint.conversion.export_folder import ExportFolder, TrainedWeights
 from smalti.checkpoint.conversion.formats import OwnCheckpoint
 from smalti.checkpoint.snapshot import Snapshot
 from smalti.checkpoint.writer import save
 from smalti.parallel.state import PortableState
 from smalti_diffusers.lora.formats import TOOLS, kohya_name, original_layers, write_adapter
+from smalti_export.folder import NewExport, TrainedWeights
 from smalti_testing.strategies import SingleRank
 
 LOADED_BY_DIFFUSERS = [
@@ -98,7 +98,7 @@ def exported(name, adapter, root, format):
             trained[f"{key}.lora_B.default.weight"] = torch.randn(module.weight.shape[0], RANK, generator=random)
     saved = save(root, Snapshot(step=1, state=PortableState(model=trained)), SingleRank())
     weights = TrainedWeights(OwnCheckpoint(saved.path), use_ema=False, precision=None)
-    folder = ExportFolder(root / "made", weights, {"rank": RANK, "alpha": ALPHA}, lambda done, total: None)
+    folder = NewExport(root / "made", weights, {"rank": RANK, "alpha": ALPHA}, lambda done, total: None)
     write_adapter(folder, format, name, "transformer", model, dict(model.config))
     return model, trained, tensors(root / "made")
 

@@ -11,13 +11,13 @@ from pictured import difference
 from safetensors.torch import load_file
 
 from smalti import ConfigError, UserError
-from smalti.cli.checkpoint import checkpoint
 from smalti.config.resolution import resolve
 from smalti.models.weights import materialise
 from smalti.plugins.discovery import load_plugins
 from smalti.plugins.schema import check, schema_of
 from smalti_diffusers.lora.adapter import adapter_shapes
 from smalti_diffusers.lora.assistant import is_distilled, locate
+from smalti_export.command import export as export_command
 from smalti_testing.family_subject import CAPTIONS, FamilySubject
 
 
@@ -73,7 +73,7 @@ def test_a_run_on_sharded_ranks_draws_saves_and_exports_without_the_assistant(as
     code, output = train(tmp_path / "run", **options, assistant_lora=file)
     assert code == 0, output
     shutil.rmtree(file)
-    done = CliRunner().invoke(checkpoint, ["export", str(tmp_path / "run"), "--to", str(tmp_path / "made")])
+    done = CliRunner().invoke(export_command, [str(tmp_path / "run"), "--to", str(tmp_path / "made")])
     assert done.exit_code == 0, done.output
     assert not any("assistant" in name for name in load_file(tmp_path / "made" / "pytorch_lora_weights.safetensors"))
     pipeline = DiffusionPipeline.from_pretrained(made.base)

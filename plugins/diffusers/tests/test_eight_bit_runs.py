@@ -6,8 +6,8 @@ import shutil
 import pytest
 import tiny
 
-from smalti.checkpoint.conversion.export_folder import TrainedWeights
 from smalti.checkpoint.conversion.formats import OwnCheckpoint
+from smalti_export.folder import TrainedWeights
 
 STEPS = 2
 PRECISIONS = ("int8-rowwise", "fp8-rowwise")

@@ -13,12 +13,10 @@ from safetensors.torch import load_file
 from tiny import flux
 
 from smalti import UserError
-from smalti.checkpoint.conversion.export_folder import ExportFolder, TrainedWeights
 from smalti.checkpoint.conversion.export_request import ExportRequest
 from smalti.checkpoint.conversion.formats import OwnCheckpoint
 from smalti.checkpoint.snapshot import Snapshot
 from smalti.checkpoint.writer import save
-from smalti.cli.checkpoint import checkpoint
 from smalti.config.resolution import resolve
 from smalti.data.buckets import Bucket
 from smalti.data.loader import MicroBatch
@@ -28,6 +26,8 @@ from smalti.plugins.lookup import find_family
 from smalti.plugins.schema import schema_of
 from smalti.training.loss import denoising_loss
 from smalti_diffusers.sources.components import Components
+from smalti_export.command import export as export_command
+from smalti_export.folder import NewExport, TrainedWeights
 from smalti_testing.family_subject import CAPTIONS, SIZE, FamilySubject
 from smalti_testing.strategies import SingleRank
 from smalti_validation.png import image_settings
@@ -48,7 +48,7 @@ def run(tmp_path_factory, train):
 
 
 def export(*words):
-    return CliRunner().invoke(checkpoint, ["export", *map(str, words)])
+    return CliRunner().invoke(export_command, list(map(str, words)))
 
 
 @pytest.fixture(scope="module")
@@ -95,7 +95,7 @@ def test_large_models_are_cut_into_files_with_an_index(run, tmp_path):
     trained = TrainedWeights(OwnCheckpoint(run / "checkpoints" / "step-00000002"), use_ema=False, precision=None)
     config = Components(run.parent / "base").config("transformer")
     request = ExportRequest(largest_file=100_000)
-    ExportFolder(tmp_path, trained, None, lambda done, total: None, request=request).write_model("part", config)
+    NewExport(tmp_path, trained, None, lambda done, total: None, request=request).write_model("part", config)
     assert len(list((tmp_path / "part").glob("*-of-*.safetensors"))) > 2
     assert FluxTransformer2DModel.from_pretrained(tmp_path / "part").state_dict().keys() == trained.tensors.keys()
 
@@ -135,7 +135,7 @@ def test_scheduler_and_pipeline_say_what_the_run_has_trained(tmp_path):
     family = find_family(resolve(schema_of(plugins), words, environment={}), plugins)
     saved = save(tmp_path, Snapshot(step=1, state=PortableState(model={"bias": torch.ones(2)})), SingleRank())
     trained = TrainedWeights(OwnCheckpoint(saved.path), use_ema=False, precision=None)
-    family.export(ExportFolder(tmp_path / "made", trained, None, lambda done, total: None))
+    family.export(NewExport(tmp_path / "made", trained, None, lambda done, total: None))
     written = type(family.frozen.scheduler).from_pretrained(tmp_path / "made" / "scheduler")
     assert torch.equal(written.alphas_cumprod, family.frozen.scheduler.alphas_cumprod)
     assert (written.config.prediction_type, written.config.timestep_spacing) == ("v_prediction", "trailing")
@@ -186,7 +186,7 @@ def test_any_family_learns_and_its_exported_pipeline_draws_what_it_drew(tmp_path
     assert losses[-1] < losses[0]
     saved = save(tmp_path, Snapshot(step=1, state=PortableState(model=dict(model.state_dict()))), SingleRank())
     tensors = TrainedWeights(OwnCheckpoint(saved.path), use_ema=False, precision=None)
-    family.export(ExportFolder(tmp_path / "made", tensors, None, lambda done, total: None))
+    family.export(NewExport(tmp_path / "made", tensors, None, lambda done, total: None))
     exported = DiffusionPipeline.from_pretrained(tmp_path / "made")
     drawn = FamilySubject(family_over(tmp_path / "made")).sample(exported.components[family.part], CAPTIONS[:1], (5,))
     torch.testing.assert_close(drawn, subject.sample(model, CAPTIONS[:1], (5,)), atol=1e-5, rtol=0)

@@ -12,13 +12,13 @@ from hypothesis import given, settings, strategies as st
 from safetensors.torch import load_file, save_file
 
 from smalti import ConfigError, UserError
-from smalti.cli.checkpoint import checkpoint
 from smalti.config.resolution import resolve
 from smalti.models.weights import materialise
 from smalti.plugins.discovery import load_plugins
 from smalti.plugins.schema import schema_of
 from smalti_diffusers.lora.formats import FORMATS, TOOLS
 from smalti_diffusers.lora.header import AdapterHeader
+from smalti_export.command import export as export_command
 from smalti_testing.family_subject import FamilySubject
 
 
@@ -230,7 +230,7 @@ def test_a_run_on_two_sharded_ranks_starts_from_the_file_and_resumes_and_exports
     assert (code, "leave --init_lora out" in output) == (2, True), output
     code, output = train(tmp_path / "run", **options, lora_rank=RANK, lora_alpha=ALPHA, max_train_steps=2)
     assert (code, "at step 1" in output) == (0, True), output
-    done = CliRunner().invoke(checkpoint, ["export", str(tmp_path / "run"), "--to", str(tmp_path / "made")])
+    done = CliRunner().invoke(export_command, [str(tmp_path / "run"), "--to", str(tmp_path / "made")])
     assert done.exit_code == 0, done.output
     found = load_file(tmp_path / "made" / "pytorch_lora_weights.safetensors")
     for layer, delta in made.deltas.items():

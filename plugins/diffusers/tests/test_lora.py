@@ -13,9 +13,7 @@ from pictured import difference
 from safetensors import safe_open
 
 from smalti import UserError
-from smalti.checkpoint.conversion.export_folder import TrainedWeights
 from smalti.checkpoint.conversion.formats import OwnCheckpoint
-from smalti.cli.checkpoint import checkpoint
 from smalti.config.resolution import resolve
 from smalti.models.weights import materialise, without_weights
 from smalti.plugins.discovery import load_plugins
@@ -23,6 +21,8 @@ from smalti.plugins.lookup import find_family
 from smalti.plugins.schema import schema_of
 from smalti_diffusers.lora.adapter import adapter_shapes
 from smalti_diffusers.sources.components import Components
+from smalti_export.command import export as export_command
+from smalti_export.folder import TrainedWeights
 from smalti_testing import check_family
 from smalti_testing.family_subject import CAPTIONS, FamilySubject
 
@@ -72,7 +72,7 @@ def test_the_image_of_the_base_model_is_that_of_its_pipeline(runs, base, kind):
 @pytest.fixture(scope="module")
 def exported(runs):
     target = runs / "adapter"
-    done = CliRunner().invoke(checkpoint, ["export", str(runs / "one"), "--to", str(target)])
+    done = CliRunner().invoke(export_command, [str(runs / "one"), "--to", str(target)])
     assert done.exit_code == 0, done.output
     return target / "pytorch_lora_weights.safetensors"
 

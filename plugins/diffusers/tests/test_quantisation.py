@@ -18,9 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from smalti import ConfigError, FrozenStorage, RankInfo, UserError, World
-from smalti.checkpoint.conversion.export_folder import TrainedWeights
 from smalti.checkpoint.conversion.formats import OwnCheckpoint
-from smalti.cli.checkpoint import checkpoint
 from smalti.config.resolution import resolve
 from smalti.models.weights import materialise, without_weights
 from smalti.plugins.discovery import load_plugins
@@ -29,6 +27,8 @@ from smalti.plugins.schema import check, schema_of
 from smalti_diffusers.lora.assistant import ASSISTANT
 from smalti_diffusers.lora.quantisation import QuantisedLinear, _restored as restored, check_device, quantise, storage
 from smalti_diffusers.lora.strength import adapter_scaled
+from smalti_export.command import export as export_command
+from smalti_export.folder import TrainedWeights
 from smalti_plan.out_of_memory import memory_use
 from smalti_testing.family_subject import CAPTIONS, FamilySubject
 
@@ -188,7 +188,7 @@ def test_replicas_train_the_same_adapter_beside_quantised_weights(run, base, tra
 
 
 def test_the_exported_adapter_knows_nothing_of_quantised_weights(run, tmp_path):
-    done = CliRunner().invoke(checkpoint, ["export", str(run), "--to", str(tmp_path / "adapter")])
+    done = CliRunner().invoke(export_command, [str(run), "--to", str(tmp_path / "adapter")])
     assert done.exit_code == 0, done.output
     with safe_open(tmp_path / "adapter" / "pytorch_lora_weights.safetensors", framework="pt") as file:
         assert all(name.endswith((".lora_A.weight", ".lora_B.weight")) for name in file.keys())  # noqa: SIM118

@@ -15,13 +15,13 @@ from safetensors.torch import load_file, save_file
 from single_files import UNET, single_file
 
 from smalti import UserError
-from smalti.cli.checkpoint import checkpoint
 from smalti.config.resolution import resolve
 from smalti.models.weights import FolderWeights, materialise, without_weights
 from smalti.plugins.discovery import load_plugins
 from smalti.plugins.lookup import find_family
 from smalti.plugins.schema import schema_of
 from smalti_diffusers.sources.components import Components
+from smalti_export.command import export as export_command
 
 MAKERS = {
     "sdxl": ("sdxl", tiny.sdxl, {}),
@@ -315,8 +315,8 @@ def test_a_run_from_a_file_resumes_and_exports_the_parts_of_the_file(base_of, tm
         assert code == 0, output
     assert "step-00000001 at step 1" in output, output
     moved = (tmp_path / "bare").rename(tmp_path / "moved")
-    command = ["export", str(tmp_path / "run"), "--to", str(tmp_path / "made"), f"--base_pipeline={moved}"]
-    done = CliRunner().invoke(checkpoint, command)
+    command = [str(tmp_path / "run"), "--to", str(tmp_path / "made"), f"--base_pipeline={moved}"]
+    done = CliRunner().invoke(export_command, command)
     assert done.exit_code == 0, done.output
     exported, expected = Components(tmp_path / "made"), Components(base)
     for part in ("vae", *encoders):

@@ -9,7 +9,6 @@ from safetensors.torch import load_file
 from test_single_file import MAKERS, bare, base_of, family_from  # noqa: F401  # a fixture
 
 from smalti import UserError
-from smalti.checkpoint.conversion.export_folder import ExportFolder, TrainedWeights
 from smalti.checkpoint.conversion.export_request import ExportRequest
 from smalti.checkpoint.conversion.formats import OwnCheckpoint
 from smalti.checkpoint.snapshot import Snapshot
@@ -20,6 +19,7 @@ from smalti_diffusers.sources.conversion import convert_model
 from smalti_diffusers.sources.layouts import LAYOUTS
 from smalti_diffusers.sources.pending import PendingTensor, Rows, evaluate
 from smalti_diffusers.sources.single_file import file_tensors
+from smalti_export.folder import NewExport, TrainedWeights
 from smalti_testing.strategies import SingleRank
 
 KNOWN = {
@@ -44,7 +44,7 @@ def export(family, trained, folder, adapter=None, precision=None, **request):
     asked = ExportRequest(single_file=True, **request)
     family.check_export(asked)
     weights = TrainedWeights(OwnCheckpoint(saved.path), use_ema=False, precision=precision)
-    made = ExportFolder(folder, weights, adapter, lambda done, total: None, name=folder.name, request=asked)
+    made = NewExport(folder, weights, adapter, lambda done, total: None, name=folder.name, request=asked)
     family.export(made)
     made.finish()
     (file,) = folder.iterdir()

@@ -16,10 +16,10 @@ import pytest
 from click.testing import CliRunner
 
 from smalti.checkpoint import verify
-from smalti.cli.checkpoint import checkpoint
 from smalti.errors import InUseError
 from smalti.rundir import RunDirectory, acquire
 from smalti_data.remote.checkpoints import RemoteRun
+from smalti_export.command import export as export_command
 from smalti_storage_s3.mirror.ownership import Lease, SupersededError
 from smalti_storage_s3.mirror.place import Access, open_place
 from smalti_storage_s3.mirror.pulling import pull
@@ -213,8 +213,8 @@ def test_hook_restore_run_continues_a_killed_run_from_the_bucket_alone(train, ur
     assert "resuming from " in other
     assert f"at step {arrived + 2}" in other
     assert RunDirectory(tmp_path / "d").record() != record
-    assert CliRunner().invoke(checkpoint, ["export", url, f"--to={tmp_path / 'there'}"]).exit_code == 0
-    assert CliRunner().invoke(checkpoint, ["export", str(directory), f"--to={tmp_path / 'here'}"]).exit_code == 0
+    assert CliRunner().invoke(export_command, [url, f"--to={tmp_path / 'there'}"]).exit_code == 0
+    assert CliRunner().invoke(export_command, [str(directory), f"--to={tmp_path / 'here'}"]).exit_code == 0
     assert exported(tmp_path / "there") == exported(tmp_path / "here") != {}
     refused = train(tmp_path / "c", f"--checkpoint_mirror={url}", "--max_train_steps=100000")
     printed, _ = refused.communicate(timeout=300)

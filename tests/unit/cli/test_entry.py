@@ -106,6 +106,8 @@ def test_a_command_of_a_plugin_that_is_left_out_names_its_package(run, monkeypat
     monkeypatch.setenv("SMALTI_WITHOUT", "all")
     code, _, errors = run("detect-blocks")
     assert (code, "the plugin 'fsdp2' is installed but disabled" in errors, "pip install" in errors) == (4, True, False)
+    code, _, errors = run("checkpoint", "export", "run", "--to=made")
+    assert (code, "the command 'checkpoint export' belongs to smalti-export" in errors) == (4, True)
 
 
 def test_without_any_family_the_packages_that_have_some_are_named(run, monkeypatch):
@@ -115,7 +117,9 @@ def test_without_any_family_the_packages_that_have_some_are_named(run, monkeypat
     assert "no model family installed" in refused
     for said in (refused, listed):
         assert re.search(
-            r"sdxl, z_image: pip install .*diffusers'? .*cache'?; or toy: pip install .*toy'?$", said, flags=re.MULTILINE
+            r"sdxl, z_image: pip install .*diffusers'? .*cache'? .*export'?; or toy: pip install .*toy'?$",
+            said,
+            flags=re.MULTILINE,
         )
 
 

@@ -111,6 +111,7 @@ def test_plugins_are_listed_with_what_they_add_and_hooks_on_request(out):
     assert "families: auraflow, flux, " in lines["diffusers"]
     assert "commands: detect-blocks; " not in lines["diffusers"]
     assert "commands: detect-blocks" in lines["fsdp2"]
+    assert "commands: checkpoint export" in lines["export"]
     assert " options" in lines["fsdp2"]
     assert "storages: local" in lines["core"]
     assert "register_model_families" not in "".join(lines.values())

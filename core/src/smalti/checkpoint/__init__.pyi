@@ -1,11 +1,10 @@
 from .async_saver import Saver as Saver
-from .conversion.export_folder import (
+from .conversion.export_request import (
+    Computed as Computed,
     ExportFolder as ExportFolder,
-    Precision as Precision,
-    Progress as Progress,
-    TrainedWeights as TrainedWeights,
+    ExportRequest as ExportRequest,
+    Usage as Usage,
 )
-from .conversion.export_request import Computed as Computed, ExportRequest as ExportRequest, Usage as Usage
 from .conversion.formats import (
     Contents as Contents,
     OwnCheckpoint as OwnCheckpoint,

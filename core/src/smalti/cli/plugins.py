@@ -67,7 +67,8 @@ def _added(name: str, loaded: Plugins) -> dict[str, list[str]]:
     added["options"] = [option for group in groups for option in group.options.model_fields]
     commands = CommandCollector()
     loaded.call_one(name, HookSpecs.register_commands, commands=commands)
-    added["commands"] = list(commands.commands)
+    below = [f"{group} {command}" for group, found in commands.groups.items() for command in found.commands]
+    added["commands"] = [*commands.commands, *below]
     return {kind: names for kind, names in added.items() if names}
 
 

@@ -19,7 +19,6 @@ from .failures.fault_watch import FaultWatch as FaultWatch
 from .failures.out_of_memory import memory_explained as memory_explained
 from .failures.step_times import StepTimes as StepTimes
 from .failures.watchdog import LEAVE_SECONDS as LEAVE_SECONDS, Watchdog as Watchdog
-from .inference_export import Exported as Exported, export as export
 from .loss import DenoisingLoss as DenoisingLoss, denoising_loss as denoising_loss
 from .metrics import broadcast_running_stats as broadcast_running_stats, log_metrics as log_metrics
 from .optim.ema import (

@@ -18,7 +18,7 @@ from smalti.system import load_json, read_regular
 from smalti_hub.upload import Pushed, known_as, push
 
 if TYPE_CHECKING:
-    from smalti.training import Exported
+    from smalti_export.inference_export import Exported
 
 FOLDER = "hub"
 """In the run directory: the log of uploads, and what was published last. Exports are there while they are sent."""
@@ -90,7 +90,7 @@ def publish(
 
 def _export(path: Path, target: Path, choice: Choice, name: str, report: Callable[[str], None]) -> Exported:
     from smalti.checkpoint import ExportRequest
-    from smalti.training import export
+    from smalti_export.inference_export import export
 
     return export(
         path,

@@ -39,7 +39,12 @@ CHAPTERS = (
             "smalti.models:PostLoadTransform",
             "smalti.diffusion:Shift",
         ),
-        given=("smalti.models:SampleRequest", "smalti.models:SizeConditioning", "smalti.diffusion:Objective"),
+        given=(
+            "smalti.models:SampleRequest",
+            "smalti.models:SizeConditioning",
+            "smalti.diffusion:Objective",
+            "smalti.checkpoint:ExportFolder",
+        ),
     ),
     Chapter(
         title="Strategies",

@@ -16,16 +16,24 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from smalti.checkpoint.conversion.export_request import Computed, ExportRequest, Usage
-from smalti.checkpoint.conversion.formats import OwnCheckpoint
-from smalti.checkpoint.conversion.new_folder import check_free_space
-from smalti.checkpoint.dtypes import DTYPES, NAMES
-from smalti.checkpoint.format.full_weights import write_weights
-from smalti.checkpoint.format.manifest import FileRecord
-from smalti.checkpoint.format.safetensors_layout import ITEM_SIZES, StoredTensor, encode_header
-from smalti.checkpoint.format.verification import matches, write_with_digest
-from smalti.checkpoint.planning import memory
-from smalti.errors import UserError
+from smalti import UserError
+from smalti.checkpoint import (
+    DTYPES,
+    ITEM_SIZES,
+    NAMES,
+    Computed,
+    ExportRequest,
+    FileRecord,
+    OwnCheckpoint,
+    StoredTensor,
+    Usage,
+    check_free_space,
+    encode_header,
+    matches,
+    memory,
+    write_weights,
+    write_with_digest,
+)
 from smalti.system import Block, files
 
 Precision = Literal["fp32", "bf16", "fp16"]
@@ -96,11 +104,10 @@ def _converted(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return converted
 
 
-class ExportFolder:
-    """An empty folder that becomes an export. `adapter` describes the adapter of the run; None without one.
+class NewExport:
+    """The `ExportFolder` that a family is given: an empty folder at `path`. `name` is what it will be called.
 
-    `name` is what the folder will be called. A family adds to `usages` how its files are loaded, and to
-    `metadata` what the head of the model card says, in the terms of the Hugging Face Hub: `base_model`, `library_name`, ...
+    `adapter` describes the adapter of the run; None without one. `records` has the files that were written.
     """
 
     def __init__(

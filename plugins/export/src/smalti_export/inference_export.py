@@ -8,29 +8,26 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import cast
 
+from smalti import CheckpointError, Config, UserError
 from smalti.checkpoint import (
     CheckpointStore,
     ConversionError,
-    ExportFolder,
     ExportRequest,
     FileRecord,
     OwnCheckpoint,
-    Precision,
-    Progress,
-    TrainedWeights,
     Usage,
     check_free_space,
     check_new,
     make_folder,
 )
-from smalti.config import Config, DataOptions, restore
-from smalti.errors import CheckpointError, UserError
+from smalti.config import DataOptions, restore
 from smalti.models import ModelFamily, without_weights
 from smalti.parallel import model_tensors
 from smalti.plugins import Plugins, find_family, schema_of
 from smalti.rundir import RunDirectory
 from smalti.system import parse_json
-from smalti.training.model_card import FILE, model_card, sampled_images
+from smalti_export.folder import NewExport, Precision, Progress, TrainedWeights
+from smalti_export.model_card import FILE, model_card, sampled_images
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,7 +84,7 @@ def export(
     def write(folder: Path) -> dict[str, FileRecord]:
         check_free_space(folder, trained.tensors.values())
         adapter = cast(Mapping[str, object] | None, checkpoint.contents.trainer.get("adapter"))
-        made = ExportFolder(folder, trained, adapter, progress, name=target.name, request=request)
+        made = NewExport(folder, trained, adapter, progress, name=target.name, request=request)
         family.export(made)
         usages.extend(_filled(each, known_as or str(target), config) for each in made.usages)
         _describe(made, run, config, family.name, checkpoint.contents.step, averaged, usages)
@@ -111,7 +108,7 @@ def export(
 
 
 def _describe(
-    made: ExportFolder, run: RunDirectory, config: Config, family: str, step: int, averaged: bool, usages: Sequence[Usage]
+    made: NewExport, run: RunDirectory, config: Config, family: str, step: int, averaged: bool, usages: Sequence[Usage]
 ) -> None:
     """Write the model card, and copy the images in it."""
     images = []

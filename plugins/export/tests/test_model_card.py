@@ -8,7 +8,7 @@ from smalti.config import restore
 from smalti.plugins import load_plugins, schema_of
 from smalti.rundir import RunDirectory
 from smalti.rundir.events import EventWriter
-from smalti.training.model_card import MARK, model_card, sampled_images
+from smalti_export.model_card import MARK, model_card, sampled_images
 
 
 @pytest.fixture

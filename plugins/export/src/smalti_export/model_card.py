@@ -9,8 +9,9 @@ from typing import cast
 
 import yaml
 
+from smalti import Config
 from smalti.checkpoint import Usage
-from smalti.config import Config, DataOptions
+from smalti.config import DataOptions
 from smalti.rundir import RunDirectory
 
 FILE = "README.md"

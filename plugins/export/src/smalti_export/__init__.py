@@ -1,0 +1,1 @@
+"""From runs and checkpoints to what inference loads."""
