@@ -1,6 +1,7 @@
 """Ranks that share the tokens of a sample compute what one rank computes: predictions, gradients and pictures."""
 
 import copy
+import re
 from functools import cache
 
 import pytest
@@ -8,6 +9,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch._dynamo.utils import counters
+from torch.distributed.tensor.debug import CommDebugMode
 
 from smalti import Block, UserError
 from smalti.models.context_parallel import Attention, ContextPlan, Join, Split
@@ -210,7 +213,7 @@ def loss_of(model, inputs, number):
     return (answer * torch.randn(answer.shape, generator=draws)).square().mean()
 
 
-def disagreement(case, strategy, *, context=2, recomputing="", compiling=False):
+def disagreement(case, strategy, *, context=2, recomputing=""):
     """How far this rank's loss and the mean gradient over all ranks are from those of one rank, relatively."""
     torch.manual_seed(0)
     model, plan, inputs = CASES[case]()
@@ -220,13 +223,8 @@ def disagreement(case, strategy, *, context=2, recomputing="", compiling=False):
     wanted = [loss_of(alone, inputs, number) for number in range(ranks // context)]
     torch.stack(wanted).mean().backward()
     split_context(model, plan, group_of(context), strategy)
-    paths = [path for path, _ in model.named_modules() if path.rpartition(".")[2].isdigit() and "blocks" in path.split(".")[0]]
     if recomputing:
-        recompute(model, [Block(path=path, class_name="", parameters=0) for path in paths], mode=recomputing, every=1)
-    if compiling:
-        for path in paths:
-            block = model.get_submodule(path)
-            block.forward = torch.compile(block.forward, backend="aot_eager", fullgraph=True)
+        recompute(model, blocks_of(model), mode=recomputing, every=1)
     loss = loss_of(model, inputs, rank // context)
     loss.backward()
     errors = {"loss": far(loss, wanted[rank // context])}
@@ -236,6 +234,47 @@ def disagreement(case, strategy, *, context=2, recomputing="", compiling=False):
             dist.all_reduce(gradient)
             errors[name] = far(gradient / ranks, other.grad)
     return errors
+
+
+def blocks_of(model):
+    paths = [path for path, _ in model.named_modules() if re.fullmatch(r"\w*blocks\.\d+", path)]
+    return [Block(path=path, class_name="", parameters=0) for path in paths]
+
+
+def compiled(cases, strategy, backend, recomputing):
+    """How far losses and mean gradients are from those of one rank, for inputs of several sizes; graphs and breaks."""
+    counters.clear()
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model, plan, _ = CASES[cases[0]]()
+    model = noisy(model)
+    alone = copy.deepcopy(model)
+    split_context(model, plan, group_of(2), strategy)
+    if recomputing:
+        recompute(model, blocks_of(model), mode=recomputing, every=1)
+    for block in blocks_of(model):
+        module = model.get_submodule(block.path)
+        module.forward = torch.compile(module.forward, backend=backend)
+    errors = []
+    for case in cases:
+        _, _, inputs = CASES[case]()
+        losses = [loss_of(each, inputs, 0) for each in (model, alone)]
+        errors.append(far(*losses))
+        for loss in losses:
+            loss.backward()
+    for one, other in zip(model.parameters(), alone.parameters(), strict=True):
+        dist.all_reduce(one.grad)
+        errors.append(far(one.grad / 2, other.grad))
+    return max(errors), counters["stats"]["unique_graphs"], dict(counters["graph_break"])
+
+
+def messages(case, strategy):
+    """That one forward pass sends, by kind."""
+    model, plan, inputs = CASES[case]()
+    split_context(model, plan, group_of(2), strategy)
+    with CommDebugMode() as communication:
+        loss_of(model, inputs, 0)
+    return {str(name).split(".")[1].strip("_"): count for name, count in communication.get_comm_counts().items()}
 
 
 def far(found, wanted):
@@ -305,8 +344,26 @@ def test_blocks_that_are_computed_again_see_all_tokens_again(pair, recomputing, 
     assert worst(pair.run(disagreement, "toy, uneven", strategy, recomputing=recomputing)) < 1e-5
 
 
-def test_compiled_blocks_are_one_graph_that_sees_all_tokens(pair):
-    assert worst(pair.run(disagreement, "toy, uneven", "alltoall", compiling=True)) < 1e-5
+@pytest.mark.parametrize(
+    ("cases", "strategy", "backend", "recomputing", "most"),
+    [
+        (["toy, uneven"], "allgather", "aot_eager", "selective", 2),
+        (["flux", "flux, uneven"], "allgather", "eager", "", 4),
+        (["flux", "flux, uneven"], "alltoall", "eager", "full", 4),
+    ],
+)
+def test_a_compiled_block_is_one_graph_that_sees_all_tokens(pair, cases, strategy, backend, recomputing, most):
+    """Of each size; one block of each class of Flux is compiled for the first size, and for all others."""
+    for error, graphs, breaks in pair.run(compiled, cases, strategy, backend, recomputing):
+        assert error < 1e-5
+        assert 0 < graphs <= most
+        assert breaks == {}
+
+
+def test_keys_and_values_travel_in_one_message(pair):
+    """For two blocks; one more joins what comes out."""
+    assert pair.run(messages, "flux", "allgather") == [{"allgather_base": 3}] * 2
+    assert pair.run(messages, "flux", "alltoall") == [{"alltoall_base": 4, "allgather_base": 1}] * 2
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)

@@ -9,7 +9,7 @@ Shapes: B batch, H heads, l tokens of a part, L tokens in all, C ranks, d featur
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 from smalti import UserError
 from smalti_fsdp2.communication import exchange, gather
@@ -33,27 +32,6 @@ class Scope:
     group: dist.ProcessGroup
     place: int
     strategy: str
-
-
-class WholeAttention(TorchFunctionMode):
-    """While this is entered, `F.scaled_dot_product_attention` sees the tokens of all ranks. `calls` counts how often."""
-
-    def __init__(self, scope: Scope) -> None:
-        super().__init__()
-        self._scope = scope
-        self.calls = 0
-
-    def __torch_function__(
-        self,
-        func: Callable[..., object],
-        types: Iterable[type],
-        args: tuple[object, ...] = (),
-        kwargs: Mapping[str, object] | None = None,
-    ) -> object:
-        if func is not F.scaled_dot_product_attention:
-            return func(*args, **(kwargs or {}))
-        self.calls += 1
-        return attend(self._scope, *args, **(kwargs or {}))  # type: ignore[arg-type]
 
 
 def attend(
@@ -76,10 +54,10 @@ def attend(
     own = partial(F.scaled_dot_product_attention, dropout_p=dropout_p, scale=scale, enable_gqa=enable_gqa)
     if scope.strategy == "alltoall":
         mask = _for_own_heads(scope, attn_mask, query.shape[-3])
-        query, key, value = (_scatter_heads(scope, each) for each in (query, key, value))
+        query, key, value = _at_once(partial(_scatter_heads, scope), query, key, value)
         return _gather_heads(scope, own(query, key, value, attn_mask=mask))
     mask = _for_own_queries(scope, attn_mask)
-    key, value = (_whole(scope, each, -2) for each in (key, value))
+    key, value = _at_once(partial(_whole, scope, dim=-2), key, value)
     return own(query, key, value, attn_mask=mask)
 
 
@@ -100,6 +78,14 @@ def _in_autocast(tensor: Tensor) -> Tensor:
     if tensor.dtype is torch.float32 and torch.is_autocast_enabled(kind):
         return tensor.to(torch.get_autocast_dtype(kind))
     return tensor
+
+
+def _at_once(travel: Callable[[Tensor], Tensor], *tensors: Tensor) -> tuple[Tensor, ...]:
+    """What comes of each tensor where it goes; in one message, where all are alike."""
+    first, *others = tensors
+    if all(each.shape == first.shape and each.dtype == first.dtype for each in others):
+        return travel(torch.stack(tensors)).unbind()
+    return tuple(travel(each) for each in tensors)
 
 
 def _whole(scope: Scope, part: Tensor, dim: int) -> Tensor:

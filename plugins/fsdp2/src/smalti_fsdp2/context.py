@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from functools import wraps
 from inspect import signature
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,12 +24,14 @@ from torch import Tensor, nn
 
 from smalti import UserError, World
 from smalti.models import Attention, ContextPlan, Join, Split
-from smalti_fsdp2.attention import Scope, WholeAttention
+from smalti_fsdp2.attention import Scope, attend
 from smalti_fsdp2.communication import gather
 from smalti_fsdp2.options import CONTEXT_ON_CPU
+from smalti_fsdp2.rebinding import Rebinding
 from smalti_fsdp2.sequences import Layout, part, whole
 
 Forward = Callable[..., object]
+Arguments = tuple[object, ...]
 
 
 def context_group(world: World, timeout: timedelta) -> dist.ProcessGroup:
@@ -46,20 +49,22 @@ def context_group(world: World, timeout: timedelta) -> dist.ProcessGroup:
 def split_context(model: nn.Module, plan: ContextPlan, group: dist.ProcessGroup, strategy: str) -> None:
     """Make `model`, which may be on the meta device, work on this rank's part of the tokens.
 
-    The `forward` of the modules that the plan names is replaced, below all hooks: call this before recomputation, compilation
-    and sharding, which then contain it. From then on, all ranks of `group` must run the same passes on the same samples.
+    Attention and what joins tokens is replaced in the modules, below all hooks: call this before recomputation, compilation
+    and sharding, which then contain it. Inputs are split by hooks, outside of all that. From then on, all ranks of `group` must
+    run the same passes on the same samples.
     """
     streams = Streams(group)
+    model.register_forward_pre_hook(lambda module, arguments: streams.lengths.clear())  # a new pass, before its first split
     for attention in plan.attention:
-        for path, module in _matching(model, attention.module):
-            module.forward = _attending(module.forward, path or "the model", attention, streams, strategy)
+        whole_attention = WholeAttention(attention, streams, strategy)
+        for _, module in _matching(model, attention.module):
+            whole_attention.replace_in(module)
     for split in plan.splits:
         for _, module in _matching(model, split.module):
-            module.forward = _splitting(module.forward, split, streams)
+            _split_at(module, split, streams)
     for join in plan.joins:
         for _, module in _matching(model, join.module):
             module.forward = _joining(module.forward, join, streams)
-    model.forward = _beginning(model.forward, streams)
 
 
 class Streams:
@@ -87,62 +92,81 @@ class Streams:
         return Layout(lengths=tuple(self.lengths[stream] for stream in streams), count=self.count)
 
 
-# --- what becomes of a module's forward -----------------------------------------------------------------------------
+class WholeAttention:
+    """Attention of the modules that one entry of a plan names: it sees the tokens of all ranks."""
 
+    def __init__(self, attention: Attention, streams: Streams, strategy: str) -> None:
+        self._module = attention.module or "the model"
+        self._names = attention.streams
+        self._streams = streams
+        self._strategy = strategy
+        self._calls = 0
+        self._rebinding = Rebinding(self._attend)
 
-def _beginning(forward: Forward, streams: Streams) -> Forward:
-    """Of the model itself: lengths are those of a new pass."""
+    def replace_in(self, module: nn.Module) -> None:
+        if not self._rebinding.apply(module):
+            raise self._unseen()
+        module.forward = self._checked(module.forward)
 
-    @wraps(forward)
-    def first(*arguments: object, **named: object) -> object:
-        streams.lengths.clear()
-        return forward(*arguments, **named)
+    def _attend(self, *arguments: Any, **named: Any) -> Tensor:
+        if not torch.compiler.is_compiling():
+            self._calls += 1
+        layout, group, place = self._streams.layout(self._names), self._streams.group, self._streams.place
+        scope = Scope(module=self._module, layout=layout, group=group, place=place, strategy=self._strategy)
+        return attend(scope, *arguments, **named)
 
-    return first
+    def _checked(self, forward: Forward) -> Forward:
+        """That it takes the way that was changed; compiled code takes those that its first pass takes."""
 
-
-def _attending(forward: Forward, path: str, attention: Attention, streams: Streams, strategy: str) -> Forward:
-    @wraps(forward)
-    def seeing_all(*arguments: object, **named: object) -> object:
-        layout = streams.layout(attention.streams)
-        mode = WholeAttention(Scope(module=path, layout=layout, group=streams.group, place=streams.place, strategy=strategy))
-        with mode:
+        @wraps(forward)
+        def checked(*arguments: object, **named: object) -> object:
+            if torch.compiler.is_compiling():
+                return forward(*arguments, **named)
+            before = self._calls
             result = forward(*arguments, **named)
-        if not mode.calls:
-            raise UserError(
-                f"attention in {path} would see a part of the tokens: it is not made of torch's scaled_dot_product_attention",
-                fix="choose that kind of attention for the model, or --context_parallel_size=1",
-            )
-        return result
+            if self._calls == before:
+                raise self._unseen()
+            return result
 
-    return seeing_all
+        return checked
+
+    def _unseen(self) -> UserError:
+        return UserError(
+            f"attention in {self._module} would see a part of the tokens: it is not made of torch's"
+            " scaled_dot_product_attention",
+            fix="choose that kind of attention for the model, or --context_parallel_size=1",
+        )
 
 
-def _splitting(forward: Forward, split: Split, streams: Streams) -> Forward:
+# --- what becomes of a module -----------------------------------------------------------------------------
+
+
+def _split_at(module: nn.Module, split: Split, streams: Streams) -> None:
     def own(value: object) -> object:
         if isinstance(value, Tensor) and split.ndim in (None, value.ndim):
             return streams.split(value, split.stream, split.dim)
         return value
 
     if isinstance(split.tensor, int):
-        return _changing_output(forward, split.tensor, own)
+        module.forward = _changing_output(module.forward, split.tensor, own)
+        return
     name = split.tensor
-    names = list(signature(forward).parameters)
+    names = list(signature(module.forward).parameters)
     if name not in names:
         raise ValueError(
             f"the context plan splits {name!r}, which is not an argument of {split.module or 'the model'}: {names}"
         )
     place = names.index(name)
 
-    @wraps(forward)
-    def with_own_part(*arguments: object, **named: object) -> object:
+    def with_own_part(module: nn.Module, arguments: Arguments, named: dict[str, object]) -> tuple[Arguments, dict[str, object]]:
         if name in named:
-            named[name] = own(named[name])
+            named = {**named, name: own(named[name])}
         elif place < len(arguments):
             arguments = (*arguments[:place], own(arguments[place]), *arguments[place + 1 :])
-        return forward(*arguments, **named)
+        return arguments, named
 
-    return with_own_part
+    # A hook, because lengths are kept for later: what is computed again, and compiled, may change nothing outside.
+    module.register_forward_pre_hook(with_own_part, with_kwargs=True)
 
 
 def _joining(forward: Forward, join: Join, streams: Streams) -> Forward:
