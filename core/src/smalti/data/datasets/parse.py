@@ -334,7 +334,7 @@ class _EntryParser:
         if package := package_of("dataset_keys", key):
             self.problems.append(package.problem(f"{key} belongs to {package.distribution}", place))
             return
-        fix = did_you_mean(key.lower(), known, cutoff=0.8)
+        fix = did_you_mean(key.lower(), known, cutoff=0.85)
         fix = fix or "; ".join(filter(None, ("remove it", "`smalti dataset reference` prints all keys", self._other_trainers)))
         self._add_problem(place, f"unknown key {key!r}", fix)
 
