@@ -319,6 +319,11 @@ def test_keys_that_do_not_go_together_are_refused(tmp_path: Path, keys: dict[str
         data_of(folder, other, **given)
 
 
+def test_values_that_are_the_defaults_ask_for_no_column() -> None:
+    (spec,) = specs_of(Path("pets"), alpha_mask=False, mask_required="false", loss_weight=1)
+    assert spec.columns == {}
+
+
 @pytest.mark.parametrize(
     ("keys", "problem"),
     [
