@@ -5,8 +5,8 @@ The hooks in the order of a run:
     smalti train
       declare_options            the options of the plugin: flags, keys of configuration files, help
       restore_run                what a resume needs is brought into the run directory from another place
-      register_model_families    register_storage  register_metadata_backends  register_optimizers  register_commands
-      register_columns           register_periodic_work     register_checkpoint_formats
+      register_model_families    register_storage  register_metadata_backends  register_columns  register_optimizers
+      register_periodic_work     register_checkpoint_formats  register_commands
       register_caches            what `smalti cache` lists and clears, and what is encoded ahead
       check_config               all problems of a configuration, before anything is launched
       configure_distributed      the strategy (DDP, FSDP, ...) and how its processes are launched
@@ -57,14 +57,11 @@ There are three kinds of hooks. The first word of each docstring says which kind
   notify   Nothing is returned.
 
 "collective" means that all ranks call the hook at the same time, so it may use collective operations.
-
 An exception in a hook ends the run. It keeps its type and gets a note with the plugin, its version and the hook. Most hooks
-that observe are "isolated": a failure is reported with the plugin and the traceback, the other plugins are still called, and
-the run continues or ends as it would have. In the launcher it is logged.
+that observe are "isolated": a failure is reported with the traceback, and the run goes its way. In the launcher it is logged.
 
 To implement hooks, mark methods of a class, or functions of a module, with `@hookimpl`, and name the object in the entry-point
-group `smalti.plugins`. Arguments are passed by name, and those that are not needed may be left out. The module of the entry
-point must not import torch.
+group `smalti.plugins`. Arguments are passed by name, and may be left out. The module of the entry point must not import torch.
 """
 
 from __future__ import annotations
@@ -145,8 +142,8 @@ class HookSpecs:
         """decide: bring what a resume needs into the run directory, such as a checkpoint from an object store.
 
         Called in the launcher of every node before the other checks, with valid options; not for a dry run. Do not replace what
-        is in the run directory, `config[RunOptions].output_dir`. Returns a sentence that says what was restored, or None. The
-        configuration is then resolved again, because a run keeps its defaults in its directory.
+        is in the run directory, `config[RunOptions].output_dir`. Returns what was restored, in a sentence, or None. The
+        configuration is then resolved again.
         """
         raise NotImplementedError
 
@@ -154,8 +151,7 @@ class HookSpecs:
     def check_config(self, config: Config) -> list[Problem]:
         """gather: the problems of this configuration, each with a fix; an empty list if there are none.
 
-        Called in the launcher, after each value was validated by itself. Check combinations of options, files and folders. Do
-        not write anything.
+        Called in the launcher, after each value was validated by itself. Check combinations, files, folders; write nothing.
         """
         raise NotImplementedError
 
@@ -186,10 +182,7 @@ class HookSpecs:
 
     @_spec
     def register_columns(self) -> list[ColumnEntry]:
-        """gather: what datasets have for each image beside the image and its captions, such as a mask, for terms of the loss.
-
-        Called when datasets are opened. A column is in the batches of a run if one of its datasets has a key for it.
-        """
+        """gather: what datasets have for each image beside the image and its captions, such as masks for a term of the loss."""
         raise NotImplementedError
 
     @_spec
@@ -213,8 +206,7 @@ class HookSpecs:
     def register_checkpoint_formats(self) -> list[CheckpointFormat]:
         """gather: formats of checkpoints for `smalti checkpoint convert`.
 
-        A factory is called in a separate process, which may import torch. It must not run code from the files that it reads:
-        read pickles with `torch.load(..., weights_only=True)`.
+        A factory is called in a process that may import torch. It must not run code of files: `torch.load(weights_only=True)`.
         """
         raise NotImplementedError
 
@@ -247,8 +239,7 @@ class HookSpecs:
     def configure_scan(self, config: Config) -> ScanEntry | None:
         """gather: this plugin's scan of the datasets by all ranks if this launch may need it, or None.
 
-        Called in the launcher and again on every rank, so the result must depend on `config` alone. The first entry by name is
-        used. Without one, the launcher scans, or the main rank where there is no launcher.
+        Called in the launcher and on every rank, so the result must depend on `config` alone. The first entry by name is used.
         """
         raise NotImplementedError
 
@@ -256,8 +247,7 @@ class HookSpecs:
     def notices_before_launch(self, config: Config, plan: DistributedPlan, kind: str) -> list[str]:
         """gather, isolated: what the user should know before this launch, in sentences.
 
-        Called in the launcher that prepares the run directory, also for a dry run. `kind` is that of the devices: "cpu",
-        "cuda" ... Nothing here may stop the launch: problems belong to `check_config`.
+        Called in the launcher, also for a dry run. `kind` is that of the devices: "cuda" ... Problems belong to `check_config`.
         """
         raise NotImplementedError
 
@@ -354,8 +344,7 @@ class HookSpecs:
     def on_step_boundary(self, state: RunState, boundary: StepBoundary) -> None:
         """notify: the ranks are about to agree on what follows the last step. On every rank; may call `state.request_stop`.
 
-        Called again if they have agreed to stop with PREEMPTED, and while the run is paused. Another request then counts. Keep
-        it below a millisecond.
+        Called again after an agreement on PREEMPTED, and while the run is paused. Another request then counts. Be quick.
         """
         raise NotImplementedError
 
@@ -376,8 +365,7 @@ class HookSpecs:
     def on_checkpoint(self, state: RunState, checkpoint: Checkpoint) -> None:
         """notify, isolated: a checkpoint is complete and visible. On every rank, at the same step boundary.
 
-        Training continues during a save, so `state.step` may be greater than `checkpoint.step`. Rotation comes afterwards and
-        may remove older ones.
+        Training continues during a save, so `state.step` may be greater than `checkpoint.step`. Rotation comes afterwards.
         """
         raise NotImplementedError
 
@@ -455,8 +443,7 @@ class HookSpecs:
         """decide, backend role, collective: fill the tensors of `state` in place from the checkpoint at `source`.
 
         The digests of `source` were verified just before. Returns the trainer's own state and the groups of tensors that were
-        filled. Raises CheckpointError if the checkpoint cannot be used. Without `shared_output_dir`, nodes other than node 0
-        may not see `source`.
+        filled. Raises CheckpointError if the checkpoint cannot be used. Without `shared_output_dir`, only node 0 may see it.
         """
         raise NotImplementedError
 
@@ -489,8 +476,7 @@ class HookSpecs:
     def propose_strategies(self, config: Config, world: World) -> list[Strategy]:
         """gather: this plugin's strategies for a configuration on ranks like `world`, whatever strategy its options ask for.
 
-        For `smalti plan`, and for the warning of `smalti train` about memory. Of `world` only `size` and `local_size` count. An
-        empty list if there is none for this configuration.
+        For `smalti plan`, and for the warning of `smalti train` about memory. Of `world` only `size` and `local_size` count.
         """
         raise NotImplementedError
 
@@ -500,8 +486,7 @@ class HookSpecs:
 
         `config` is the configuration that `smalti doctor` was given; None without one. If it has a problem, reading that option
         raises InvalidOptionError, which ends the diagnosis of this plugin. Called in the process of the command, in a thread
-        with a time limit of 30 seconds: a driver that hangs is one more finding. Import torch in a child process only. Do not
-        write anything that remains.
+        with a time limit of 30 seconds. Import torch in a child process only. Do not write anything that remains.
         """
         raise NotImplementedError
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from itertools import islice
 from pathlib import Path
@@ -32,7 +33,7 @@ from smalti.data.encoded import fixed_crop
 from smalti.data.prepared import DataRules, load_datasets
 from smalti.errors import ConfigError, PreflightError, UserError
 from smalti.types import World
-from smalti_objectives.columns.masks import block_means
+from smalti_objectives.columns.masks import block_means, scaled_mask
 from smalti_objectives.plugin import COLUMNS
 
 CATALOG = Catalog.of(BUILT_IN_STORAGES, BUILT_IN_METADATA, COLUMNS)
@@ -101,6 +102,23 @@ def test_block_means_are_exact() -> None:
     mask = np.random.default_rng(0).integers(0, 256, (12, 8), dtype=np.uint8)
     exact = mask.astype(np.float64).reshape(3, 4, 2, 4).mean((1, 3))
     assert (block_means(mask, (2, 3)) == np.floor(exact + 0.5)).all()
+
+
+@pytest.mark.parametrize(
+    "image",
+    [
+        Image.new("L", (4, 2), 128),
+        Image.new("RGB", (4, 2), (128, 128, 128)),
+        Image.new("RGB", (4, 2), (128, 128, 128)).convert("P", palette=Image.Palette.ADAPTIVE),
+        Image.new("LA", (4, 2), (128, 0)),
+        Image.fromarray(np.full((2, 4), 128 * 257, dtype=np.uint16)),
+    ],
+    ids=lambda image: image.mode,
+)
+def test_the_brightness_of_a_mask_of_any_mode_counts(image: Image.Image) -> None:
+    file = io.BytesIO()
+    image.save(file, "png")
+    assert (scaled_mask(file.getvalue(), (8, 4), (8, 4)) == np.full((4, 8), 128)).all()
 
 
 @pytest.mark.parametrize("framing", [CENTRE, RANDOM])
@@ -299,6 +317,11 @@ def test_keys_that_do_not_go_together_are_refused(tmp_path: Path, keys: dict[str
     other = {"id": "other", "dataset_type": "conditioning", "instance_data_dir": str(tmp_path / "masks")}
     with pytest.raises(ConfigError, match=message):
         data_of(folder, other, **given)
+
+
+def test_values_that_are_the_defaults_ask_for_no_column() -> None:
+    (spec,) = specs_of(Path("pets"), alpha_mask=False, mask_required="false", loss_weight=1)
+    assert spec.columns == {}
 
 
 @pytest.mark.parametrize(

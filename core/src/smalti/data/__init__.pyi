@@ -1,8 +1,8 @@
 from .batch_check import BatchShape as BatchShape, BucketCount as BucketCount
 from .buckets import Bucket as Bucket, CropSettings as CropSettings
-from .dataset import Dataset as Dataset, Sample as Sample
+from .dataset import Dataset as Dataset
 from .datasets.captions import depends_on_text_file as depends_on_text_file
-from .datasets.columns import Column as Column, ColumnKeys as ColumnKeys, Framing as Framing
+from .datasets.columns import Column as Column, ColumnKeys as ColumnKeys, ColumnSample as ColumnSample, Framing as Framing
 from .datasets.parse import DataDefaults as DataDefaults, is_comment as is_comment, parse_datasets as parse_datasets
 from .datasets.sources import (
     LISTED as LISTED,

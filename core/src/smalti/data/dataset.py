@@ -93,6 +93,14 @@ class Sample:
         """All that the scan found; `text` picks one."""
         return self.dataset.index.captions(self.row)
 
+    def value(self, field: str) -> object:
+        """What the index has in one of the `Column.fields`."""
+        return self.dataset.index.value(field, self.row)
+
+    def read(self) -> bytes:
+        """`Dataset.read` of it."""
+        return self.dataset.read(self.row)
+
     def text(self, seed: int, *, epoch: int, visit: int, cached: bool) -> str:
         """Returns the text of a visit. With `cached` texts it is one of `Dataset.texts`."""
         policy = self.dataset.caption_policy

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from smalti.data.buckets import Bucket
 from smalti.data.dataset import Sample
-from smalti.data.datasets.columns import Framing
+from smalti.data.datasets.columns import Column, Framing
 from smalti.data.datasets.spec import DatasetSpec
 from smalti.data.encoded import CachedLatents, CachedTexts, CropOffset
 from smalti.data.images import Bytes, crop, mirrored, normalised, read_image
@@ -391,8 +391,7 @@ class _Reader:
         width, height = batch.bucket.width, batch.bucket.height
         white = np.full((3, height, width), 255, dtype=np.uint8)
         content, _ = self._substitutes.get(batch.bucket, (white, None))
-        framing, size = self._framing(planned, batch, (0, 0), number), SizeConditioning.of((width, height))
-        columns = {name: column.neutral(framing) for name, column in self._columns.items()}
+        size, columns = SizeConditioning.of((width, height)), self._read_columns(planned, {}, batch, (0, 0), number)
         return _Visit(content=content, caption="", key="", size=size, dataset=planned.dataset.spec, columns=columns)
 
     def _encoded(self, sample: Sample, bucket: Bucket, number: int) -> tuple[Tensor, CropOffset]:
@@ -430,28 +429,31 @@ class _Reader:
         offset = sample.crop_settings.offset((image.shape[2], image.shape[1]), bucket, fractions)
         return mirrored(image, bucket, offset) if flipped else (crop(image, bucket, offset), offset)
 
-    def _framing(self, sample: Sample, batch: GlobalBatch, offset: CropOffset, number: int) -> Framing:
-        bucket = batch.bucket
-        height, width = self._latent_shape(bucket.width, bucket.height)[-2:]
+    def _read_columns(
+        self, sample: Sample, own: Mapping[str, Column], batch: GlobalBatch, offset: CropOffset, number: int
+    ) -> dict[str, Tensor]:
+        """The values of all columns of the run for a visit: from those that the sample has as its `own`, else neutral ones."""
+        height, width = self._latent_shape(batch.bucket.width, batch.bucket.height)[-2:]
         flipped = sample.is_flipped(self._data.order.seed, number)
-        return Framing(bucket=bucket, offset=offset, flipped=flipped, latents=(width, height))
+        scaled = sample.crop_settings.resized(*sample.size, batch.bucket)
+        framing = Framing(bucket=batch.bucket, scaled=scaled, offset=offset, flipped=flipped, latents=(width, height))
+        return {
+            name: own[name].read(sample, framing) if name in own else column.neutral(framing)
+            for name, column in self._columns.items()
+        }
 
     def _complete(self, sample: Sample, content: Bytes | Tensor, offset: CropOffset, batch: GlobalBatch, number: int) -> _Visit:
         """Adds caption, size conditioning and columns to an image; epoch and number of the visit determine which caption.
 
         Raises BadSampleError for an image whose columns cannot be used.
         """
-        framing, own = self._framing(sample, batch, offset, number), sample.dataset.columns
         return _Visit(
             content=content,
             caption=sample.text(self._data.order.seed, epoch=batch.epoch, visit=number, cached=self._texts_cached),
             key=sample.name,
             size=SizeConditioning.of(sample.size, offset),
             dataset=sample.dataset.spec,
-            columns={
-                name: own[name].read(sample, framing) if name in own else column.neutral(framing)
-                for name, column in self._columns.items()
-            },
+            columns=self._read_columns(sample, sample.dataset.columns, batch, offset, number),
         )
 
 

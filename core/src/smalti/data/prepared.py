@@ -154,7 +154,10 @@ def build_datasets(
         index = build_index(spec, storage, source, cache, report, make_rows, columns.values())
         if directory:
             write_quarantine(directory / f"{spec.file_name}.quarantine.jsonl", index.quarantined)
-        notices = chain(source.notices, *(column.check(index) for column in columns.values()))
+        notices = [*source.notices]
+        for column in columns.values():
+            names = [field.name for field in column.fields]
+            notices += column.check(batch.columns for batch in index.batches(*names)) if names else ()
         one = Dataset(spec=spec, storage=storage, source=source, index=index, columns=columns)
         datasets.append(replace(one, skipped_files=dict(source.skipped_files), source_notices=tuple(notices)))
     return tuple(datasets)

@@ -17,13 +17,14 @@ class MaskOptions(Options):
     )
     mask_normalise: bool = option(
         True,
-        help="Divide the masked loss of an image by the mean of its mask, so that a small mask counts as much as a large one."
+        help="Divide the masked loss of an image by the mean of its mask: small masks count like large ones."
         " kohya's trainer does not.",
     )
     prior_outside_mask: float = option(
         0.0,
-        help="Weight of a second loss, which holds predictions outside of the masks to those of the model without its adapter."
-        " Costs another forward pass. Only with --model_type=lora.",
+        help="Weight of a loss that holds predictions outside of the masks to those of the model without its adapter."
+        " Only with --model_type=lora.",
+        tradeoff="another forward pass for each image",
         ge=0,
     )
 

@@ -99,7 +99,7 @@ CHAPTERS = (
         title="Columns",
         about="`register_columns` names a factory; the factory returns a `Column`. Inherit from it, and from `ColumnKeys`.",
         classes=("smalti:ColumnEntry", "smalti.data:ColumnKeys", "smalti.data:Column"),
-        given=("smalti.data:Framing", "smalti.data:Sample"),
+        given=("smalti.data:Framing", "smalti.data:ColumnSample"),
         bases=("smalti.data:Column", "smalti.data:ColumnKeys"),
     ),
     Chapter(

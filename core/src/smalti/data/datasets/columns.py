@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from pydantic import BaseModel, ConfigDict
 
@@ -13,8 +13,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from smalti.data.buckets import Bucket
-    from smalti.data.dataset import Sample
-    from smalti.data.scan.index import DatasetIndex
 
 
 class ColumnKeys(BaseModel):
@@ -30,15 +28,33 @@ class ColumnKeys(BaseModel):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Framing:
-    """How a visit sees an image: scaled (`CropSettings.resized`), then mirrored if `flipped`, then cropped to the `bucket`.
+    """How a visit sees an image: scaled, then mirrored if `flipped`, then cropped to the `bucket`.
 
-    `offset` is left and top of the crop, in pixels; `latents` are width and height of the image's latents.
+    `scaled` are width and height after the first step, `offset` is left and top of the crop, in pixels; `latents` are width and
+    height of the image's latents.
     """
 
     bucket: Bucket
+    scaled: tuple[int, int]
     offset: tuple[int, int]
     flipped: bool
     latents: tuple[int, int]
+
+
+class ColumnSample(Protocol):
+    """The image for which a column is read. `row` is its place in the index, `size` its width and height in pixels."""
+
+    @property
+    def row(self) -> int: ...
+    @property
+    def size(self) -> tuple[int, int]: ...
+    def value(self, field: str) -> object:
+        """What the index has in one of the `Column.fields`."""
+        ...
+
+    def read(self) -> bytes:
+        """The file of the image. Raises a StorageError, or BadSampleError for an image in a damaged archive."""
+        ...
 
 
 class Column:
@@ -57,12 +73,12 @@ class Column:
         """
         return samples
 
-    def check(self, index: DatasetIndex) -> Sequence[str]:
-        """Notices for the user about the column, after a scan. Raises UserError if the dataset cannot be used."""
+    def check(self, fields: Iterable[Mapping[str, pa.Array]]) -> Sequence[str]:
+        """Notices for the user after a scan, from the `fields` of all samples. Raises UserError for a dataset without use."""
         return ()
 
-    def read(self, sample: Sample, framing: Framing) -> Tensor:
-        """The value of an image; `sample.dataset.index.value` has what the index has. Called by several threads at once.
+    def read(self, sample: ColumnSample, framing: Framing) -> Tensor:
+        """The value of an image. Called by several threads at once.
 
         It must not depend on anything but the arguments: any rank may call it, and a resumed run again. Raises BadSampleError
         if the image cannot be used, and TransientStorageError.

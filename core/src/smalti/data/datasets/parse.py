@@ -300,13 +300,16 @@ class _EntryParser:
         return {**values, "storage_options": options, "notices": tuple(notices)}
 
     def _columns(self, place: str, entry: Mapping[str, object]) -> tuple[dict[str, ColumnKeys], dict[str, object]]:
-        """Returns the keys for columns, checked, by the name of the column, and the rest of an entry. Adds their problems."""
+        """Returns the keys for columns, checked, by the name of the column, and the rest of an entry. Adds their problems.
+
+        Values that are the defaults ask for no column.
+        """
         found, rest = dict[str, ColumnKeys](), dict(entry)
         for name, keys in self.catalog.column_keys.items():
             given = {key: rest.pop(key) for key in keys.model_fields if key in rest}
             try:
-                if given:
-                    found[name] = keys.model_validate(given)
+                if given and (made := keys.model_validate(given)).model_dump(exclude_defaults=True):
+                    found[name] = made
             except ValidationError as error:
                 self.problems += wrong_values(error, given, place)
         return found, rest
@@ -334,7 +337,7 @@ class _EntryParser:
         if package := package_of("dataset_keys", key):
             self.problems.append(package.problem(f"{key} belongs to {package.distribution}", place))
             return
-        fix = did_you_mean(key.lower(), known, cutoff=0.8)
+        fix = did_you_mean(key.lower(), known, cutoff=0.85)
         fix = fix or "; ".join(filter(None, ("remove it", "`smalti dataset reference` prints all keys", self._other_trainers)))
         self._add_problem(place, f"unknown key {key!r}", fix)
 

@@ -487,5 +487,8 @@ def _by_name(entries: Iterable[E]) -> dict[str, E]:
 
 def catalog_of(plugins: Plugins) -> Catalog:
     """The storages, metadata backends and columns of all active plugins."""
-    hooks = (HookSpecs.register_storage, HookSpecs.register_metadata_backends, HookSpecs.register_columns)
-    return Catalog.of(*map(plugins.gather, hooks))
+    return Catalog.of(
+        plugins.gather(HookSpecs.register_storage),
+        plugins.gather(HookSpecs.register_metadata_backends),
+        plugins.gather(HookSpecs.register_columns),
+    )

@@ -77,7 +77,8 @@ def build_shared(
     kind: Literal["image", "eval"] = "image",
 ) -> tuple[Dataset, ...]:
     """`smalti.data.build_datasets`, with what it hands out to other ranks."""
-    shared = SharedCatalog(storages=catalog.storages, metadata=catalog.metadata, directory=directory, handed=handed)
+    entries = {"storages": catalog.storages, "metadata": catalog.metadata, "columns": catalog.columns}
+    shared = SharedCatalog(**entries, directory=directory, handed=handed)
     return build_datasets(specs, shared, directory, progress, kind=kind, make_rows=partial(shared_rows, handed))
 
 

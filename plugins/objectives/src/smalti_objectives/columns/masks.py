@@ -6,7 +6,7 @@ Shapes: W, H pixels of the scaled image, h, w latent size.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 import pyarrow as pa
@@ -21,10 +21,9 @@ from smalti.data import (
     Bytes,
     Catalog,
     Column,
-    DatasetIndex,
+    ColumnSample,
     DatasetSpec,
     Framing,
-    Sample,
     Storage,
     StorageError,
     TransientStorageError,
@@ -119,14 +118,14 @@ class Mask(Column):
             samples = samples.append_column(field, values)
         return samples
 
-    def check(self, index: DatasetIndex) -> Sequence[str]:
+    def check(self, fields: Iterable[Mapping[str, pa.Array]]) -> Sequence[str]:
         import pyarrow.compute as pc
 
-        if self._masks is None:
-            return ()
-        missing = sum(pc.sum(pc.equal(batch.columns["mask"], "")).as_py() for batch in index.batches("mask"))
-        start = f"dataset {self._spec.id!r}: {missing} of {len(index)} images have no mask in {self._masks.location}"
-        if missing == len(index):
+        assert self._masks is not None, "it has fields"
+        counts = [(len(each["mask"]), pc.sum(pc.equal(each["mask"], "")).as_py()) for each in fields]
+        total, missing = (sum(numbers) for numbers in zip(*counts, strict=True))
+        start = f"dataset {self._spec.id!r}: {missing} of {total} images have no mask in {self._masks.location}"
+        if missing == total:
             name = f"NAME{self._keys.mask_suffix}" if self._keys.mask_suffix else "NAME.png"
             raise UserError(start, fix=f"call the mask of the image NAME.jpg {name}; or remove {_sources(self._keys)[0]}")
         if not missing or self._keys.mask_required:
@@ -138,7 +137,7 @@ class Mask(Column):
     def neutral(self, framing: Framing) -> Tensor:
         return torch.full((1, *framing.latents[::-1]), 255, dtype=torch.uint8)
 
-    def read(self, sample: Sample, framing: Framing) -> Tensor:
+    def read(self, sample: ColumnSample, framing: Framing) -> Tensor:
         key = sample.row, framing
         if (mask := self._kept.get(key)) is None:
             try:
@@ -154,13 +153,12 @@ class Mask(Column):
                 self._kept[key] = mask
         return mask
 
-    def _made(self, sample: Sample, framing: Framing) -> Tensor:
-        target, scaled = sample.crop_settings.resized(*sample.size, framing.bucket), None
-        file = str(sample.dataset.index.value("mask", sample.row)) if self._masks is not None else ""
-        if self._masks is not None and file:
-            scaled = scaled_mask(self._masks.read(file), sample.size, target)
+    def _made(self, sample: ColumnSample, framing: Framing) -> Tensor:
+        scaled = None
+        if self._masks is not None and (file := str(sample.value("mask"))):
+            scaled = scaled_mask(self._masks.read(file), sample.size, framing.scaled)
         elif self._keys.alpha_mask:
-            scaled = scaled_mask(sample.dataset.read(sample.row), sample.size, target, opacity=True)
+            scaled = scaled_mask(sample.read(), sample.size, framing.scaled, opacity=True)
         if scaled is not None:
             means = block_means(framed(scaled, framing), framing.latents)
             return torch.from_numpy(255 - means if self._keys.mask_invert else means)[None]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from smalti import UserError
-from smalti.data import Catalog, Column, DatasetIndex, DatasetSpec, Framing, Sample
+from smalti.data import Catalog, Column, ColumnSample, DatasetSpec, Framing
 from smalti_objectives.columns.keys import WeightKeys, WeightTable
 
 _FIELD = pa.field("loss_weight", pa.float64())
@@ -45,21 +45,20 @@ class LossWeight(Column):
         found = pc.coalesce(pc.index_in(keys, value_set=names), pc.index_in(without_extension, value_set=names))
         return samples.append_column(_FIELD, pc.fill_null(weights.take(found), float("nan")))
 
-    def check(self, index: DatasetIndex) -> Sequence[str]:
-        if not self.fields:
-            return ()
-        missing = sum(int(np.isnan(batch.columns["loss_weight"].to_numpy()).sum()) for batch in index.batches("loss_weight"))
+    def check(self, fields: Iterable[Mapping[str, pa.Array]]) -> Sequence[str]:
         table = self._keys.loss_weight_table
         assert table is not None, "it has a field"
-        if missing == len(index):
+        weights = np.concatenate([each["loss_weight"].to_numpy() for each in fields])
+        total, missing = len(weights), int(np.isnan(weights).sum())
+        if missing == total:
             message = f"dataset {self._spec.id!r}: {table.path} has a weight of none of its {missing} images"
             raise UserError(message, fix="set filename_column to the column of paths relative to the dataset's folder")
-        start = f"dataset {self._spec.id!r}: {missing} of {len(index)} images have no weight in {table.path}"
+        start = f"dataset {self._spec.id!r}: {missing} of {total} images have no weight in {table.path}"
         return (f"{start}; theirs is loss_weight: {self._keys.loss_weight:g}",) if missing else ()
 
-    def read(self, sample: Sample, framing: Framing) -> Tensor:
+    def read(self, sample: ColumnSample, framing: Framing) -> Tensor:
         weight = self._keys.loss_weight
-        if self.fields and not np.isnan(found := float(str(sample.dataset.index.value("loss_weight", sample.row)))):
+        if self.fields and not np.isnan(found := float(str(sample.value("loss_weight")))):
             weight = found
         return torch.tensor(weight, dtype=torch.float32)
 
