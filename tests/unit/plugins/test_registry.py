@@ -1,7 +1,9 @@
 """Calling hooks: who is asked, in which order, who is blamed."""
 
 import inspect
+from collections import Counter
 from dataclasses import replace
+from importlib.metadata import PathDistribution
 from types import SimpleNamespace
 
 import pytest
@@ -247,3 +249,16 @@ def test_a_selected_plugin_brings_those_that_its_package_depends_on():
     states = {name: each.state for name, each in load_plugins(Selection(only=("diffusers",))).infos.items()}
     assert (states["diffusers"], states["cache"], states["toy"]) == ("active", "active", "not selected")
     assert load_plugins(Selection(only=("diffusers",), without=("cache",))).infos["cache"].state == "blocked"
+
+
+def test_the_metadata_of_a_plugin_are_parsed_once_for_its_name_and_once_for_its_requirements(monkeypatch):
+    """Every command looks for plugins, and parsing takes as long as all else of it."""
+    read, own = Counter(), PathDistribution.read_text
+
+    def counted(self, filename):
+        read[self._path.name.partition("-")[0], filename] += 1
+        return own(self, filename)
+
+    monkeypatch.setattr(PathDistribution, "read_text", counted)
+    load_plugins(strict=False)
+    assert read["smalti_toy", "METADATA"] == 2

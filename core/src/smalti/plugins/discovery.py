@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
-from importlib.metadata import Distribution, EntryPoint, entry_points, version
+from importlib.metadata import EntryPoint, entry_points, version
 from pathlib import Path
 from traceback import extract_tb
 
@@ -65,18 +65,17 @@ def load_plugins(selection: Selection | None = None, *, strict: bool = True) -> 
     installed = _installed()
     _check_names(selection, set(installed))
     for name, entries in installed.items():
-        entry, distribution = entries[0]
-        info = PluginInfo(name=name, distribution=distribution.name, version=distribution.version)
+        info = plugins.infos.setdefault(name, entries[0].info)
         if name in BUILT_IN:
-            _refuse(plugins, plugins.infos[name], f"{info.source} has a plugin of the same name", entries, strict=strict)
+            _refuse(info, f"{entries[0].info.source} has a plugin of the same name", entries, strict=strict)
         elif (state := selection.excludes(name)) is not None:
             info.state = state
-            plugins.infos[name] = info
         elif len(entries) > 1:
             info.state = "broken"
-            _refuse(plugins, info, f"two packages provide it: {_sources(entries)}", entries, strict=strict)
+            sources = " and ".join(each.info.source for each in entries)
+            _refuse(info, f"two packages provide it: {sources}", entries, strict=strict)
         else:
-            _load(plugins, entry, distribution, info, strict=strict)
+            _load(plugins, entries[0], strict=strict)
     return plugins
 
 
@@ -93,33 +92,36 @@ def _register_built_ins(plugins: Plugins, selection: Selection) -> None:
             plugins.register(info, import_module(module).plugin)
 
 
-Installed = tuple[EntryPoint, Distribution]
+@dataclass(frozen=True)
+class _Installed:
+    """An entry point, and what is needed of its package's metadata: importlib parses them whenever it is asked for one."""
+
+    entry: EntryPoint
+    info: PluginInfo
+    requires: Sequence[str]
 
 
-def _installed() -> dict[str, list[Installed]]:
+def _installed() -> dict[str, list[_Installed]]:
     """Third-party entry points by name, sorted: the order on disk differs between machines.
 
     One package found twice on the path, as an editable install can be, counts once.
     """
-    found: dict[str, dict[str, Installed]] = {}
+    found: dict[str, dict[str, _Installed]] = {}
     for entry in entry_points(group=GROUP):
-        distribution = entry.dist
-        assert distribution is not None, "an entry point that was discovered has a distribution"
-        found.setdefault(entry.name, {}).setdefault(distribution.name, (entry, distribution))
+        assert entry.dist is not None, "an entry point that was discovered has a distribution"
+        metadata = entry.dist.metadata
+        info = PluginInfo(name=entry.name, distribution=metadata["Name"], version=metadata["Version"])
+        each = _Installed(entry, info, entry.dist.requires or ())
+        found.setdefault(entry.name, {}).setdefault(info.distribution, each)
     return {name: [entries[package] for package in sorted(entries)] for name, entries in sorted(found.items())}
 
 
-def _sources(entries: Sequence[Installed]) -> str:
-    return " and ".join(f"{distribution.name} {distribution.version}" for _, distribution in entries)
-
-
-def _refuse(plugins: Plugins, info: PluginInfo, reason: str, entries: Sequence[Installed], *, strict: bool) -> None:
+def _refuse(info: PluginInfo, reason: str, entries: Sequence[_Installed], *, strict: bool) -> None:
     """Report a name that two packages use."""
     info.reason = reason
-    plugins.infos[info.name] = info
     if strict:
         workaround = "" if info.name in BUILT_IN else f", or disable both with --without {info.name}"
-        raise UserError(f"plugin {info.name!r}: {reason}", fix=f"pip uninstall {entries[-1][1].name}{workaround}")
+        raise UserError(f"plugin {info.name!r}: {reason}", fix=f"pip uninstall {entries[-1].info.distribution}{workaround}")
 
 
 def _check_names(selection: Selection, installed: set[str]) -> None:
@@ -140,23 +142,22 @@ def unknown_plugin(name: str, known: Iterable[str]) -> UserError:
     return MissingPlugin(f"unknown plugin {name!r}", fix=hint)
 
 
-def _load(plugins: Plugins, entry: EntryPoint, distribution: Distribution, info: PluginInfo, *, strict: bool) -> None:
-    workaround = f"disable it with --without {entry.name}"
-    if (mismatch := _version_mismatch(distribution)) is not None:
+def _load(plugins: Plugins, installed: _Installed, *, strict: bool) -> None:
+    info = installed.info
+    workaround = f"disable it with --without {info.name}"
+    if (mismatch := _version_mismatch(installed, plugins.infos["core"].version)) is not None:
         info.state, info.reason = "incompatible", mismatch
-        plugins.infos[entry.name] = info
         if strict:
-            raise UserError(f"plugin {entry.name!r}: {mismatch}", fix=f"pip install -U {distribution.name}, or {workaround}")
+            raise UserError(f"plugin {info.name!r}: {mismatch}", fix=f"pip install -U {info.distribution}, or {workaround}")
         return
     try:
         with plugin_output():
-            plugins.register(info, entry.load())
+            plugins.register(info, installed.entry.load())
     except (Exception, SystemExit) as error:
         info.state, info.reason = "broken", _what_happened(error)
-        plugins.infos[entry.name] = info
         if strict:
-            message = f"plugin {entry.name!r} ({info.source}) cannot be loaded: {info.reason}"
-            raise BrokenPlugin(message, fix=f"fix or update {distribution.name}, or {workaround}") from error
+            message = f"plugin {info.name!r} ({info.source}) cannot be loaded: {info.reason}"
+            raise BrokenPlugin(message, fix=f"fix or update {info.distribution}, or {workaround}") from error
 
 
 def _what_happened(error: BaseException) -> str:
@@ -170,16 +171,15 @@ def _what_happened(error: BaseException) -> str:
     return f"{text} (at {places[-1].filename}:{places[-1].lineno})" if places else text
 
 
-def _version_mismatch(distribution: Distribution) -> str | None:
+def _version_mismatch(installed: _Installed, own: str) -> str | None:
     """The version of smalti that a package requires, if this is another one: pip's --no-deps and -e do not check it."""
     from packaging.requirements import Requirement
     from packaging.utils import canonicalize_name
 
-    own = version("smalti")
-    for text in distribution.requires or ():
+    for text in installed.requires:
         requirement = Requirement(text)
         applies = requirement.marker is None or requirement.marker.evaluate({"extra": ""})
         ours = applies and canonicalize_name(requirement.name) == "smalti"
         if ours and not requirement.specifier.contains(own, prereleases=True):
-            return f"{distribution.name} {distribution.version} needs smalti {requirement.specifier}, found {own}"
+            return f"{installed.info.source} needs smalti {requirement.specifier}, found {own}"
     return None
