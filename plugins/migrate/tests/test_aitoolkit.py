@@ -97,3 +97,16 @@ def test_a_repository_is_named_only_if_it_is_published_to(imported):
     values = convert(imported, save=save)[0]
     assert [values.get(key) for key in ("push_to_hub", "hub_model_id", "hub_private")] == [True, "me/zwx", False]
     assert "hub_model_id" not in convert(imported, save={**save, "push_to_hub": False})[0]
+
+
+def test_masks_of_a_dataset(imported):
+    folder = {"folder_path": "nowhere", "default_caption": "a cat"}
+    masked = {**folder, "mask_path": "masks", "invert_mask": True, "mask_min_value": 0.25}
+    values, left, _ = convert(imported, datasets=[masked, {**folder, "alpha_mask": True, "mask_min_value": 0.25}])
+    keys = ("mask_path", "mask_invert", "alpha_mask")
+    assert [[each.get(key) for key in keys] for each in values["datasets"]] == [["masks", True, None], [None, None, True]]
+    assert (values["mask_floor"], left.keys()) == (0.25, OFF)
+    assert "mask_floor" not in convert(imported)[0]
+    values, left, _ = convert(imported, datasets=[masked, {**masked, "mask_min_value": 0.5}], train__inverted_mask_prior=True)
+    assert (values["mask_floor"], values["prior_outside_mask"]) == (0.25, 0.5)
+    assert "mask_floor is one for all datasets here" in left["config.json: datasets[1].mask_min_value"].why

@@ -329,3 +329,21 @@ def test_random_crops_of_cached_latents_are_drawn_once(imported):
         for keys in ("", "cache_latents = true\n")
     ]
     assert found == [True, None]
+
+
+def test_masks_weight_the_loss_as_they_do_there(imported):
+    general, masks = "[general]\n", 'conditioning_data_dir = "masks"\n'
+    files = {"train.toml": f"{TRAIN}masked_loss = true", "dataset.toml": DATASET.replace(general, general + masks)}
+    values, left, _ = imported(files)
+    assert [(each["mask_path"], "alpha_mask" in each) for each in values["datasets"]] == [("masks", False)] * 2
+    assert (values["mask_floor"], values["mask_normalise"]) == (0.0, False)
+    assert not [place for place in left if "mask" in place or "conditioning" in place]
+
+    both = DATASET.replace(general, f"{general}{masks}alpha_mask = true\n")
+    values, left, _ = imported({"train.toml": TRAIN, "dataset.toml": both})
+    assert [(each["alpha_mask"], "mask_path" in each) for each in values["datasets"]] == [(True, False)] * 2
+    assert "dataset.toml: general.conditioning_data_dir" in left
+
+    values, left, _ = imported({"train.toml": f"{TRAIN}masked_loss = true", "dataset.toml": DATASET})
+    assert "mask_floor" not in values
+    assert "train.toml: masked_loss" in left

@@ -117,3 +117,16 @@ def test_a_schedule_that_is_not_there_keeps_its_warmup(imported, scheduler):
         scheduler == "REX",
         scheduler != "REX",
     )
+
+
+def test_masked_training_has_masks_beside_the_images_and_their_weights(imported):
+    masked = {"masked_training": True, "unmasked_weight": 0.2, "unmasked_probability": 0.25, "normalize_masked_area_loss": True}
+    values, left, _ = convert(imported, **masked, masked_prior_preservation_weight=0.5)
+    expected = {"mask_floor": 0.2, "mask_probability": 0.75, "mask_normalise": True, "prior_outside_mask": 0.5}
+    assert {key: values.get(key) for key in expected} == expected
+    assert (values["datasets"][0]["mask_suffix"], left.keys()) == ("-masklabel.png", SECRET)
+
+    values, left, _ = convert(imported, **{**masked, "masked_training": False})
+    assert not expected.keys() & values.keys()
+    assert "mask_suffix" not in values["datasets"][0]
+    assert left.keys() - SECRET == {f"config.json: {key}" for key in masked.keys() - {"masked_training"}}

@@ -116,6 +116,14 @@ def test_files_of_images_are_read_with_notices_alone(entries: list[Entry], keys:
     assert len(notices) == len(keys)
 
 
+def test_a_dataset_of_masks_is_read_with_the_rule_of_simpletuner() -> None:
+    masks = {**LOCAL, "id": "masks", "dataset_type": "conditioning", "conditioning_type": "mask"}
+    notices, problems = parse({**LOCAL, "conditioning_data": "masks"}, masks, TEXTS)
+
+    assert problems == []
+    assert any("--mask_floor=0 --no_mask_normalise" in notice for notice in notices)
+
+
 @pytest.mark.parametrize("strategy", ["huggingface", "instanceprompt"])
 def test_a_file_of_hub_datasets_is_read(strategy: str) -> None:
     hub = {**HUB, "caption_strategy": strategy, "instance_prompt": "a photo"}
@@ -155,7 +163,7 @@ def test_a_list_of_urls_is_read() -> None:
         ),
         (
             {**LOCAL, "conditioning": {"type": "canny"}},
-            ["conditioning is not supported for a dataset: conditioning images are not supported yet"],
+            ["conditioning is not supported for a dataset: conditioning images other than masks are not supported yet"],
         ),
     ],
 )

@@ -7,12 +7,14 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
 
-from smalti.data.datasets.spec import ENTRY_KEYS
+from smalti.data import ENTRY_KEYS, catalog_of
+from smalti.plugins import load_plugins
 from smalti_migrate.commented_toml import as_toml
 from smalti_migrate.importing import import_files
 from smalti_migrate.tables import PAGE
 
-OF_DATASETS = {*ENTRY_KEYS, "datasets"}
+_COLUMNS = catalog_of(load_plugins()).column_keys.values()
+OF_DATASETS = {*ENTRY_KEYS, *(key for keys in _COLUMNS for key in keys.model_fields), "datasets"}
 RULES = [rules for tables in PAGE.values() for rules in tables.values()]
 
 

@@ -21,7 +21,8 @@ from smalti.models.weights import materialise
 from smalti.plugins.discovery import load_plugins
 from smalti.plugins.schema import schema_of
 from smalti.training.loss import denoising_loss
-from smalti.training.terms import Regularisation, Step, Term
+from smalti.training.terms import Step, Term
+from smalti_objectives.regularisation import Regularisation
 from smalti_testing import TinyFamily
 
 WIDTH, HEIGHT = 12, 8

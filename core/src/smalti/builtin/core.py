@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from smalti.errors import Problem
     from smalti.models import ModelFamily
     from smalti.parallel import Communicator, Parallel
-    from smalti.training import Term
 
 OPTIMIZERS = (OptimizerEntry(name="adamw", title="AdamW", state_bytes=8, factory="smalti.training.optim.optimizers:AdamW"),)
 
@@ -57,12 +56,6 @@ class Core:
     def register_checkpoint_formats(self) -> list[CheckpointFormat]:
         factory = "smalti.checkpoint:OwnCheckpoint"
         return [CheckpointFormat(name="smalti", title="smalti's own", marks=("manifest.json",), factory=factory)]
-
-    @hookimpl
-    def build_terms(self, config: Config, family: ModelFamily) -> list[Term]:
-        from smalti.training import Regularisation
-
-        return [Regularisation(config, family)]
 
     @hookimpl
     def build_optimizer(

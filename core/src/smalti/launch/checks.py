@@ -7,7 +7,7 @@ skipped. Importing this module imports no torch; checks of a model family do.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -130,7 +130,8 @@ def _checked(config: Config, plugins: Plugins, *, thorough: bool, fetch: bool) -
     entries = plugins.gather(HookSpecs.register_optimizers)
     if checks.run(lambda: find_optimizer(config[OptimizerOptions].optimizer, entries)) and distributed:
         checks.run(lambda: check_strategy(distributed, config, plugins))
-    checks.run(lambda: _evaluation(config, datasets))
+    for spec in datasets:
+        checks.run(partial(_used, config, spec))
     family = checks.run(lambda: _family(config, plugins, fetch=fetch and not checks.problems, dry=thorough))
     loss: DenoisingLoss | None = None
     notices: tuple[str, ...] = ()
@@ -233,13 +234,16 @@ def _family(config: Config, plugins: Plugins, *, fetch: bool, dry: bool) -> Mode
         return find_family(config, plugins)
 
 
-def _evaluation(config: Config, datasets: Iterable[DatasetSpec]) -> None:
-    """Raises ConfigError for held-out images if no plugin measures the loss on them."""
-    option = "eval_steps_interval"
-    held_out = [spec.id for spec in datasets if spec.dataset_type == "eval"]
-    if held_out and option not in config.schema.options and (package := package_of("options", option)) is not None:
-        message = f"the dataset_type eval needs {package.distribution}, which measures the loss on held-out images"
-        raise ConfigError([package.problem(message, f"dataset {name!r}") for name in held_out])
+def _used(config: Config, spec: DatasetSpec) -> None:
+    """Raises ConfigError for a dataset of a kind that only a package which is not installed does something with."""
+    kinds = (
+        ("eval_steps_interval", "the dataset_type eval", "measures the loss on held-out images", spec.dataset_type == "eval"),
+        ("preserve", "is_regularisation_data", "trains towards the model without the adapter", spec.is_regularisation_data),
+    )
+    for option, kind, what, chosen in kinds:
+        if chosen and option not in config.schema.options and (package := package_of("options", option)) is not None:
+            message = f"{kind} needs {package.distribution}, which {what}"
+            raise ConfigError([package.problem(message, f"dataset {spec.id!r}")])
 
 
 def _periodic_work(config: Config, plugins: Plugins) -> list[PeriodicWork]:

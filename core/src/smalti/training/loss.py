@@ -191,17 +191,20 @@ def denoising_loss(
     """
     options = config[ObjectiveOptions]
     objective = objective_of(config, family)
+    timesteps = build_timesteps(
+        distribution=options.timestep_distribution or default_distribution(objective),
+        sigmoid_mean=options.flow_sigmoid_mean,
+        sigmoid_scale=options.flow_sigmoid_scale,
+        shift=options.flow_schedule_shift,
+        auto_shift=options.flow_schedule_auto_shift,
+        native=family.flow_shift,
+    )
+    for term in terms:
+        timesteps = term.timesteps(timesteps)
     return DenoisingLoss(
         family=family,
         objective=objective,
-        timesteps=build_timesteps(
-            distribution=options.timestep_distribution or default_distribution(objective),
-            sigmoid_mean=options.flow_sigmoid_mean,
-            sigmoid_scale=options.flow_sigmoid_scale,
-            shift=options.flow_schedule_shift,
-            auto_shift=options.flow_schedule_auto_shift,
-            native=family.flow_shift,
-        ),
+        timesteps=timesteps,
         weighting=build_weighting(objective, snr_gamma=options.snr_gamma, flow_weighting=options.flow_weighting),
         noise=SampleNoise(config[RunOptions].seed, device),
         dropout=config[DataOptions].caption_dropout_probability,

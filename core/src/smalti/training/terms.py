@@ -14,15 +14,12 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
-import torch
 from torch import Tensor
 
 from smalti.config import Config, ModelOptions
 from smalti.data import DatasetSpec, MicroBatch, PreparedData, pass_parts
-from smalti.diffusion import Objective, SampleNoise
-from smalti.errors import ConfigError, Problem
+from smalti.diffusion import Objective, SampleNoise, TimestepSampler
 from smalti.models import ModelFamily
-from smalti.parallel import to_device
 
 POLICY = "policy"
 """The pass that every step makes."""
@@ -83,6 +80,10 @@ class Term:
         """
         return ()
 
+    def timesteps(self, sampler: TimestepSampler) -> TimestepSampler:
+        """What noise levels are taken from, in place of `sampler`, which is what the options describe."""
+        return sampler
+
     def target(self, step: Step, target: Tensor) -> Tensor:
         """(B, C, h, w): the raw prediction that the denoising loss wants, in place of `target`. Without gradients."""
         return target
@@ -110,30 +111,3 @@ def lacks_base(config: Config, family: ModelFamily) -> str:
     if config[ModelOptions].model_type != "lora":
         return "all weights are trained, so that model is not there any more"
     return "" if family.scales_adapter else f"the model family {family.name} cannot leave out its adapter"
-
-
-class Regularisation(Term):
-    """Trains samples of datasets with `is_regularisation_data` towards the model without its adapter."""
-
-    name = "regularisation"
-
-    def __init__(self, config: Config, family: ModelFamily) -> None:
-        self.lacking = lacks_base(config, family)
-
-    def check(self, datasets: Sequence[DatasetSpec]) -> Sequence[str]:
-        chosen = [spec.id for spec in datasets if spec.is_regularisation_data and spec.dataset_type == "image"]
-        if chosen and self.lacking:
-            message = f"is_regularisation_data trains towards the model without the adapter, and {self.lacking}"
-            fix = "set model_type to lora, remove is_regularisation_data, or set disabled: true for this dataset"
-            raise ConfigError([Problem(message=message, where=f"dataset {name!r}", fix=fix) for name in chosen])
-        return ()
-
-    def passes(self, position: int, datasets: Collection[DatasetSpec]) -> Collection[str]:
-        return ("base",) if any(spec.is_regularisation_data for spec in datasets) else ()
-
-    def target(self, step: Step, target: Tensor) -> Tensor:
-        if "base" not in step.predictions:
-            return target
-        chosen = torch.tensor([spec.is_regularisation_data for spec in step.batch.datasets])
-        chosen = to_device(chosen, target.device).view(-1, *[1] * (target.ndim - 1))
-        return torch.where(chosen, step.predictions["base"].float(), target.float())

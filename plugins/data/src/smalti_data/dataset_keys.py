@@ -90,9 +90,9 @@ def _lines() -> Iterator[str]:
     for title, keys in SECTIONS.items():
         yield from ("", f"## {title}", "", *_table((key, DATASET_KEYS[""][key]) for key in keys))
     yield from ("", "`disabled: true` (or `disable`) switches an entry off.")
-    columns = catalog_of(load_plugins(Selection()))
-    others = {columns.columns[name].title: keys.model_fields for name, keys in columns.column_keys.items()}
-    for title, fields in (DATASET_KEYS | others).items():
+    catalog = catalog_of(load_plugins(Selection()))
+    columns = {catalog.columns[name].title: keys.model_fields for name, keys in catalog.column_keys.items()}
+    for title, fields in {**DATASET_KEYS, **columns}.items():
         if title:
             note = ("In the entry or its `huggingface` block, with those above.", "") if "huggingface" in title else ()
             yield from ("", f"## {title}", "", *note, *_table(fields.items()))

@@ -1,1 +1,1 @@
-"""Losses beyond denoising: masked and weighted images."""
+"""Preservation of what a model could before its adapter, masks, and ranges of noise levels. Importing this imports no torch."""

@@ -1,4 +1,4 @@
-"""Registers terms of the loss, the columns that they read, and their options."""
+"""Preservation, masks, weights of images and ranges of noise levels: terms of the loss and their columns. Imports no torch."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from smalti import ColumnEntry, hookimpl
 
 if TYPE_CHECKING:
-    from smalti import Config, OptionGroup
+    from smalti import Config, OptionGroup, Problem
     from smalti.models import ModelFamily
     from smalti.training import Term
 
@@ -28,13 +28,20 @@ COLUMNS = (
 
 
 class Objectives:
-    """Active where it is installed; what a run does not ask for does nothing."""
+    """Active where it is installed. Without its options it adds nothing."""
 
     @hookimpl
     def declare_options(self) -> list[OptionGroup]:
-        from smalti_objectives.mask_options import GROUP
+        from smalti_objectives.mask_options import GROUP as MASKS
+        from smalti_objectives.options import GROUP
 
-        return [GROUP]
+        return [GROUP, MASKS]
+
+    @hookimpl
+    def check_config(self, config: Config) -> list[Problem]:
+        from smalti_objectives.options import problems
+
+        return problems(config)
 
     @hookimpl
     def register_columns(self) -> list[ColumnEntry]:
@@ -42,9 +49,9 @@ class Objectives:
 
     @hookimpl
     def build_terms(self, config: Config, family: ModelFamily) -> list[Term]:
-        from smalti_objectives.masked_loss import mask_terms
+        from smalti_objectives.terms import terms
 
-        return mask_terms(config, family)
+        return terms(config, family)
 
 
 plugin = Objectives()

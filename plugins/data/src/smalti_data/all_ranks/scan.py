@@ -77,8 +77,9 @@ def build_shared(
     kind: Literal["image", "eval"] = "image",
 ) -> tuple[Dataset, ...]:
     """`smalti.data.build_datasets`, with what it hands out to other ranks."""
-    entries = {"storages": catalog.storages, "metadata": catalog.metadata, "columns": catalog.columns}
-    shared = SharedCatalog(**entries, directory=directory, handed=handed)
+    shared = SharedCatalog(
+        storages=catalog.storages, metadata=catalog.metadata, columns=catalog.columns, directory=directory, handed=handed
+    )
     return build_datasets(specs, shared, directory, progress, kind=kind, make_rows=partial(shared_rows, handed))
 
 

@@ -42,7 +42,7 @@ def imported(files: Sequence[Opened], family: str | None = None) -> Imported:
         result.leave(f"{file.name}: type", "only trainers of images are supported", value=first.get("type"))
     result.settled.append(f"{file.name}: type")
     chosen, kind = _model(found, family, result)
-    for step in (_run, _optimizer, _schedule, _publishing):
+    for step in (_run, _optimizer, _schedule, _prior, _publishing):
         attempt(result, step, found, result)
     if kind == "lora":
         attempt(result, add_adapter, found, chosen, result)
@@ -231,6 +231,14 @@ _SETTINGS: tuple[Setting, ...] = (
 )
 
 
+def _prior(found: Values, result: Imported) -> None:
+    """The loss outside of masks."""
+    if found.on("train.inverted_mask_prior"):
+        weight = found.first("train.inverted_mask_prior_multiplier", default=0.5)
+        place = found["train.inverted_mask_prior"].place
+        result.add("prior_outside_mask", weight.read(number), f"{place}, {weight.place} = {weight.value}")
+
+
 def _samples(file: str, found: Values, result: Imported) -> None:
     """The prompts, each with settings of its own or those of all."""
     if found.on("train.disable_sampling"):
@@ -301,6 +309,7 @@ def _dataset(within: str, given: Values, result: Imported) -> None:
     result.settled.append(buckets.place)
     if given.on("random_crop"):
         entry["crop_style"] = Line(value="random", source=given["random_crop"].place)
+    _masks(given, entry, result)
     flipped, repeats = given.on("flip_x"), given.first("num_repeats", default=1)
     visits = max(1, repeats.read(whole)) * (2 if flipped else 1)
     if flipped:
@@ -309,6 +318,27 @@ def _dataset(within: str, given: Values, result: Imported) -> None:
         note = "repeats counts additional visits" + (", here also those of mirrored images" if flipped else "")
         entry["repeats"] = Line(value=visits - 1, source=source_text("", repeats.place, repeats.value, None, note))
     result.datasets.append(entry)
+
+
+def _masks(given: Values, entry: Entry, result: Imported) -> None:
+    """Where masks are, and the least weight of a place."""
+    folder, floor = given.get("mask_path"), given.first("mask_min_value", default=0.0)
+    if folder is not None and folder.value:
+        entry["mask_path"] = Line(value=folder.read(path), source=folder.place)
+    if given.on("alpha_mask"):
+        entry["alpha_mask"] = Line(value=True, source=given["alpha_mask"].place)
+    if not {"mask_path", "alpha_mask"} & entry.keys():
+        return
+    if given.on("invert_mask"):
+        entry["mask_invert"] = Line(value=True, source=given["invert_mask"].place)
+    least, first = floor.read(number), result.value("mask_floor")
+    if first is None:
+        note = "weights are divided by their mean over the batch there, over an image here"
+        result.copy("mask_floor", floor, number, note)
+    elif first == least:
+        result.settled.append(floor.place)
+    else:
+        result.leave(floor.place, "mask_floor is one for all datasets here; the first is used", value=least)
 
 
 def _captions(given: Values, entry: Entry, result: Imported) -> None:

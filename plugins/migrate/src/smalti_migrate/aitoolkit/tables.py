@@ -127,6 +127,8 @@ OPTIONS: tuple[Rule, ...] = (
     read("sample.neg", "validation_negative_prompt"),
     option("sample.network_multiplier", "validation_adapter_strength", number),
     option("sample.guidance_rescale", "validation_guidance_rescale", number),
+    read("train.inverted_mask_prior", "prior_outside_mask"),
+    read("train.inverted_mask_prior_multiplier", "prior_outside_mask", note="only with inverted_mask_prior", off=(*OFF, 0.5)),
     *no_effect("""
         - only for adapters that are listed themselves | network.lokr_full_rank network.lokr_factor
           network.split_multistage_loras
@@ -139,7 +141,7 @@ OPTIONS: tuple[Rule, ...] = (
         - the trained part is the model itself | train.train_unet
         - only with a key that is listed itself | train.diff_output_preservation_multiplier
           train.diff_output_preservation_class train.reg_weight train.switch_boundary_every
-          train.inverted_mask_prior_multiplier train.blank_prompt_preservation_multiplier
+          train.blank_prompt_preservation_multiplier
         - torch's attention is always used | train.xformers train.sdp train.attention_backend
         - captions are encoded once, and text encoders freed | train.unload_text_encoder train.cache_text_embeddings
         - the first images are sampled at the first interval | train.skip_first_sample train.force_first_sample
@@ -165,8 +167,8 @@ OPTIONS: tuple[Rule, ...] = (
         - noise and latents are not modified | train.noise_offset train.dynamic_noise_offset train.force_consistent_noise
           train.blended_blur_noise
         - the range of timesteps cannot be limited | train.min_denoising_steps
-        - there is no loss against the base model | train.diff_output_preservation train.inverted_mask_prior
-          train.blank_prompt_preservation train.do_guidance_loss
+        - there is no loss against the base model | train.diff_output_preservation train.blank_prompt_preservation
+          train.do_guidance_loss
         - the guidance embedding is always used | train.bypass_guidance_embedding | flux_guidance_value = 1
         - parameters are all trained in every step | train.do_paramiter_swapping
     """),
@@ -189,6 +191,10 @@ DATASETS: tuple[Rule, ...] = (
     read("shuffle_tokens", "caption_shuffle", note="a few variants are encoded before training, unless texts are not cached"),
     read("keep_tokens", "caption_shuffle", note="position_start"),
     read("token_dropout_rate", "caption_tag_dropout_rate"),
+    read("mask_path", "mask_path"),
+    read("alpha_mask", "alpha_mask"),
+    read("invert_mask", "mask_invert"),
+    read("mask_min_value", "mask_floor", note="one for all datasets here; grey places of masks are raised less here"),
     read("flip_x", "flip_probability", "repeats", note="0.5, and twice the visits: each image once more, mirrored, there"),
     read("caption_ext", "datasets", note="key caption_extension of a dataset"),
     read("default_caption", "instance_prompt", note="caption of images without a caption file"),
@@ -205,13 +211,12 @@ DATASETS: tuple[Rule, ...] = (
         - latents and captions are cached by default | cache_latents cache_latents_to_disk cache_text_embeddings
           cache_clip_vision_to_disk num_workers prefetch_factor
         - only for videos or control images | shrink_video_to_frames fps do_i2v do_audio auto_frame_count
-          full_size_control_images mask_min_value invert_mask
+          full_size_control_images
         - every dataset has images | type fast_image_size
     """),
     *unsupported("""
         - captions are used as they are | random_triggers replacements
         - images are only mirrored, left to right | flip_y augments augmentations random_scale
-        - losses are not masked | mask_path alpha_mask
         - control images are not supported | control_path inpaint_path clip_image_path controls control_path_1 control_path_2
           control_path_3
         - latents are not standardised | standardize_images

@@ -53,7 +53,10 @@ def _subsets(file: Opened, options: Values, result: Imported) -> Iterator[tuple[
             result.leave(place_of(file.name, within.rstrip(".")), "this dataset has no subsets", fix="[[datasets.subsets]]")
 
 
-_SHARED = {"cache_latents", "cache_latents_to_disk", *(rule.key for rule in DATASETS if rule.kind != "no effect")}
+_SHARED = {
+    *("cache_latents", "cache_latents_to_disk", "masked_loss"),
+    *(rule.key for rule in DATASETS if rule.kind != "no effect"),
+}
 _PARTS = no_effect("- its tables are read | datasets")
 
 
@@ -76,6 +79,7 @@ def _dataset(within: str, given: Values, result: Imported) -> None:
     _captions(given, entry, result)
     _variants(given, entry)
     _sizes(given, entry, result)
+    _masks(given, entry, result)
     result.datasets.append(entry)
 
 
@@ -121,6 +125,20 @@ def _variants(given: Values, entry: Entry) -> None:
         entry["caption_dropout_probability"] = Line(value=given["caption_dropout_rate"].read(number), source=place)
     if given.on("flip_aug"):
         entry["flip_probability"] = Line(value=0.5, source=given["flip_aug"].place)
+
+
+def _masks(given: Values, entry: Entry, result: Imported) -> None:
+    """Where masks are, and what they do to the loss."""
+    folder, masked = given.get("conditioning_data_dir"), given.on("masked_loss")
+    if masked and folder is not None and folder.value:
+        entry["mask_path"] = Line(value=folder.read(path), source=folder.place)
+    if given.on("alpha_mask"):
+        entry["alpha_mask"] = Line(value=True, source=given["alpha_mask"].place)
+    if not {"mask_path", "alpha_mask"} & entry.keys():
+        return
+    place = given["masked_loss"].place if masked else given["alpha_mask"].place
+    result.add("mask_floor", 0.0, f"{place}; black places do not count there")
+    result.add("mask_normalise", False, f"{place}; a small mask gives a small loss there")
 
 
 def _sizes(given: Values, entry: Entry, result: Imported) -> None:
@@ -169,6 +187,9 @@ def _common(subsets: Sequence[Values], result: Imported) -> None:
             why = f"{name} is one for all datasets here; the first is used"
             result.leave(given[0].place, why, value=sorted(values))
     one_for_all("caption_dropout_probability", result)
+    masked = [subset["masked_loss"] for subset in subsets if subset.on("masked_loss")]
+    if masked and "mask_floor" not in result.lines:
+        result.leave(masked[0].place, "no dataset has masks", fix='mask_path = "FOLDER" in a [[datasets]] table', value=True)
     bucketed = any(subset.on("enable_bucket") for subset in subsets)
     if bucketed and "aspect_bucket_alignment" not in result.lines:
         result.add("aspect_bucket_alignment", 64, f"default of {NAME}: bucket_reso_steps")

@@ -106,6 +106,7 @@ OPTIONS: tuple[Rule, ...] = (
     option("zero_terminal_snr", "rescale_betas_zero_snr", switch),
     option("loss_type", "loss_type", choice({"l2": "l2", "huber": "huber", "smooth_l1": "smooth_l1"}, fix="--loss_type=l2")),
     option("huber_c", "huber_c", number),
+    read("masked_loss", "mask_floor", note="masks of conditioning_data_dir; mask_floor = 0 and mask_normalise = false"),
     read("huber_schedule", "huber_schedule", note="the default there is snr", off=(*OFF, "snr")),
     read("timestep_sampling", "timestep_distribution", "flow_schedule_shift", "flow_schedule_auto_shift", "flow_sigmoid_scale"),
     read("weighting_scheme", "timestep_distribution", "flow_weighting"),
@@ -180,7 +181,6 @@ OPTIONS: tuple[Rule, ...] = (
         - max-norm scaling is not supported | scale_weight_norms
         - each loss weight of smalti is an option of its own: snr_gamma | debiased_estimation_loss
         - no such loss weight | scale_v_pred_loss_like_noise_pred v_pred_like_loss
-        - losses are not masked | masked_loss
         - prompts are read without weights | weighted_captions
         - prior preservation with a loss of its own weight is not supported | reg_data_dir | leave them out, or add the folder
           as a dataset of its own with is_regularisation_data
@@ -232,6 +232,8 @@ DATASETS: tuple[Rule, ...] = (
     read("caption_separator", "caption_shuffle", note="split_on; a comma by default", off=(*OFF, ",")),
     read("caption_tag_dropout_rate", "caption_tag_dropout_rate"),
     read("flip_aug", "flip_probability", note="0.5"),
+    read("alpha_mask", "alpha_mask"),
+    read("conditioning_data_dir", "mask_path", note="with masked_loss"),
     read("resolution", "resolution", note="width and height become the square of equal area; the default is 512"),
     read("batch_size", "train_batch_size", note="one for all datasets here"),
     read("enable_bucket", "crop_aspect", note="off by default there: every image becomes a square"),
@@ -253,7 +255,6 @@ DATASETS: tuple[Rule, ...] = (
         - captions are used as they are | secondary_separator enable_wildcard keep_tokens_separator token_warmup_step
           caption_dropout_every_n_epochs | several lines in a caption file are several captions, of which each visit draws one
         - images are only mirrored | color_aug face_crop_aug_range | crop_style = 'random'
-        - losses are not masked | alpha_mask conditioning_data_dir
         - validation uses a dataset of its own | validation_split validation_seed | dataset_type = "eval"
     """),
 )

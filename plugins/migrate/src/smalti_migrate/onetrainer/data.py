@@ -50,6 +50,8 @@ def _concept(within: str, given: Values, options: Values, result: Imported) -> N
     kind = given.first("type", default="STANDARD")
     if given.on("validation_concept") or kind.value == "VALIDATION":
         entry["dataset_type"] = Line(value="eval", source=given.first("validation_concept", "type").place)
+    if options.on("masked_training"):
+        entry["mask_suffix"] = Line(value="-masklabel.png", source=options["masked_training"].place)
     if kind.value == "PRIOR_PREDICTION":
         entry["is_regularisation_data"] = Line(value=True, source=kind.place)
     result.settled += [kind.place] if kind.value in ("STANDARD", "VALIDATION") else []

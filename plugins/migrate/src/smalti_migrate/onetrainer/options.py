@@ -24,7 +24,7 @@ def imported(files: Sequence[Opened], family: str | None = None) -> Imported:
         attempt(result, _data, files, found, result)
         return result
     chosen, kind = _model(found, family, result)
-    for step in (_optimizer, _devices, _schedule, _ema, _loss, _precision, _saving):
+    for step in (_optimizer, _devices, _schedule, _ema, _loss, _masks, _precision, _saving):
         attempt(result, step, found, result)
     attempt(result, _base, found, kind, result)
     attempt(result, _timesteps, found, chosen, result)
@@ -150,6 +150,20 @@ def _loss(found: Values, result: Imported) -> None:
     for key, name in (("force_v_prediction", "v_prediction"), ("force_epsilon_prediction", "epsilon")):
         if found.on(key):
             result.add("prediction_type", name, found[key].place)
+
+
+def _masks(found: Values, result: Imported) -> None:
+    """How masks weight the loss; each dataset says where they are."""
+    if not found.on("masked_training"):
+        return
+    share, prior = found.first("unmasked_probability", default=0.1), found.first("masked_prior_preservation_weight", default=0)
+    note = "masks are files -masklabel.png beside the images"
+    result.copy("mask_floor", found.first("unmasked_weight", default=0.1), number, note)
+    used = round(1 - share.read(number), 6)
+    result.add("mask_probability", used, source_text("", share.place, share.value, used, "the share of visits with masks"))
+    result.copy("mask_normalise", found.first("normalize_masked_area_loss", default=False), switch)
+    if prior.read(number):
+        result.copy("prior_outside_mask", prior, number)
 
 
 def _precision(found: Values, result: Imported) -> None:

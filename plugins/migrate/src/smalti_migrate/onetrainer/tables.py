@@ -173,6 +173,11 @@ OPTIONS: tuple[Rule, ...] = (
     read("backup_after_unit", "checkpoint_step_interval"),
     read("rolling_backup", "checkpoints_total_limit"),
     read("rolling_backup_count", "checkpoints_total_limit"),
+    read("masked_training", "mask_floor", note="files -masklabel.png beside the images: mask_suffix of each dataset"),
+    read("unmasked_weight", "mask_floor", note="only with masked_training", off=(*OFF, 0.1)),
+    read("unmasked_probability", "mask_probability", note="the share of visits with masks here", off=(*OFF, 0.1)),
+    read("normalize_masked_area_loss", "mask_normalise", note="only with masked_training"),
+    read("masked_prior_preservation_weight", "prior_outside_mask", note="only with masked_training"),
     *no_effect("""
         - older files have them | extra_model_name token_count initial_embedding_text latent_caching_epochs
           circular_mask_generation random_rotate_and_crop embedding_model_names
@@ -180,8 +185,6 @@ OPTIONS: tuple[Rule, ...] = (
         - only with restarts | learning_rate_cycles
         - no model here learns the variance | vb_loss_strength loss_scaler
         - only with offset_noise_weight | generalized_offset_noise
-        - only with masked_training | unmasked_probability unmasked_weight normalize_masked_area_loss
-          masked_prior_preservation_weight
         - latents and captions are cached | image_caching text_caching latent_caching cache_dir only_cache
           clear_cache_before_training caching_threads dataloader_threads
         - only for videos | frames
@@ -218,7 +221,6 @@ OPTIONS: tuple[Rule, ...] = (
         - this loss is not supported | mae_strength log_cosh_strength
         - noise is not modified | offset_noise_weight perturbation_noise_weight cep_gamma
         - the range of timesteps cannot be limited | min_noising_strength
-        - losses are not masked | masked_training
         - images are not conditioned on others | custom_conditioning_image force_circular_padding
         - validation uses the concepts that are marked for it | validation | eval_steps_interval = N
         - weights are not offloaded in layers | layer_offload_fraction | fsdp_cpu_offload; see docs/memory.md

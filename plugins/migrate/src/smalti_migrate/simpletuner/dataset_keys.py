@@ -13,7 +13,7 @@ _UNCHANGED = "listings are compared by etag, and only what changed is read again
 _BATCHED = "encoding is batched automatically"
 _BEFORE = "latents and embeddings are computed once, before training"
 _NO_DELETION = "nothing is ever deleted"
-_NO_CONDITIONING = "conditioning images are not supported yet"
+_NO_CONDITIONING = "conditioning images other than masks are not supported yet"
 _IMAGES_ALONE = "remove it to train on the images alone, or set disabled: true"
 _DISABLE = "set disabled: true in this entry"
 
@@ -50,8 +50,6 @@ REFUSED: Mapping[str, Rule] = {
     "slider_strength": refused("slider LoRAs are not supported yet", _DISABLE, 0),
     "conditioning": refused(_NO_CONDITIONING, _IMAGES_ALONE),
     "conditioning_config": refused(_NO_CONDITIONING, _IMAGES_ALONE),
-    "conditioning_data": refused(_NO_CONDITIONING, _IMAGES_ALONE),
-    "conditioning_type": refused(_NO_CONDITIONING, _DISABLE),
     "source_dataset_id": refused(_NO_CONDITIONING, _DISABLE),
     "conditioning_image_embeds": refused(_NO_CONDITIONING, _IMAGES_ALONE),
     "cache_dir_conditioning_image_embeds": refused(_NO_CONDITIONING, _IMAGES_ALONE),
@@ -70,7 +68,7 @@ UNSUPPORTED: Mapping[str, Mapping[str, str]] = {
     "dataset_type": {
         "video": _DISABLE,
         "audio": _DISABLE,
-        "conditioning": f"{_DISABLE}, and remove conditioning_data from the others",
+        "conditioning": f"{_DISABLE}, and remove conditioning_data from the others; masks have conditioning_type: mask",
         "caption": _DISABLE,
         "grounding": _DISABLE,
         "conditioning_image_embeds": _DISABLE,

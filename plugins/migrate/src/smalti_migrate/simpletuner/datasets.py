@@ -30,7 +30,8 @@ def translated_entry(
 
     Of an entry that cannot be read there is one problem and nothing else: its other keys follow from that.
     """
-    for key in ("dataset_type", "type"):
+    has_masks = str(entry.get("conditioning_type")).lower() == "mask"
+    for key in ("type",) if has_masks else ("dataset_type", "type"):
         if problem := _unsupported(entry, key, known.get(key, ())):
             return Translation(problems=[problem])
     notices, problems = list[tuple[str, str]](), list[Problem]()
@@ -76,6 +77,8 @@ def _with_its_meaning(rest: dict[str, object], option: Callable[[str], object]) 
         rest["metadata_backend"] = "discovery"
         text = "is read as 'discovery', which it is in SimpleTuner; for a table of captions, add"
         notices.append(("metadata_backend 'json'", f'{text} "json": {{"path": "metadata.jsonl"}}'))
+    if "conditioning_data" in rest:
+        notices.append(("conditioning_data", "has masks, which SimpleTuner weights as --mask_floor=0 --no_mask_normalise do"))
     if "crop" in rest and not is_on(rest["crop"]):
         rest |= {"crop_style": rest.get("crop_style") or option("crop_style") or "center", **WITHOUT_CROP}
         notices.append(("crop: false", "is read as crop_aspect: preserve, since SimpleTuner does not stretch images"))

@@ -212,7 +212,7 @@ def _eight_bits(image: Image.Image) -> Image.Image:
 
 def framed(scaled: Bytes, framing: Framing) -> Bytes:
     """The part of a scaled mask (H, W) that a visit shows. Raises BadSampleError if it is too small for that."""
-    seen = crop((scaled[:, ::-1] if framing.flipped else scaled)[None], framing.bucket, framing.offset)[0]
+    seen: Bytes = crop((scaled[:, ::-1] if framing.flipped else scaled)[None], framing.bucket, framing.offset)[0]
     if seen.shape != (framing.bucket.height, framing.bucket.width):
         raise BadSampleError("the size of the image in the table is not that of the file")
     return seen
@@ -223,4 +223,5 @@ def block_means(mask: Bytes, size: tuple[int, int]) -> Bytes:
     across, down = mask.shape[1] // size[0], mask.shape[0] // size[1]
     blocks = mask[: down * size[1], : across * size[0]].reshape(size[1], down, size[0], across)
     sums, count = blocks.sum(axis=(1, 3), dtype=np.int64), across * down
-    return ((2 * sums + count) // (2 * count)).astype(np.uint8)
+    means: Bytes = ((2 * sums + count) // (2 * count)).astype(np.uint8)
+    return means
