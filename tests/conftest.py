@@ -1,5 +1,6 @@
 """What every test shares: no settings of the developer's own reach it, and a way to resolve configurations."""
 
+import gc
 import os
 import signal
 from pathlib import Path
@@ -30,6 +31,7 @@ LONGEST_FIRST = (
 )
 """Where tests take longest: begun first, so that no process is left with a long file when the others have done all theirs."""
 
+gc.disable()  # until all tests are imported: what modules make at import is hardly ever garbage
 # No test asserts on time, and a loaded machine draws examples slowly.
 settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("untimed")
@@ -45,6 +47,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         return next((n for n, where in enumerate(LONGEST_FIRST) if item.nodeid.startswith(where)), len(LONGEST_FIRST))
 
     items.sort(key=place)
+
+
+def pytest_collection_finish() -> None:
+    """What lives as long as the process is looked through no more."""
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.hookimpl(trylast=True)

@@ -152,3 +152,10 @@ def test_a_cuda_toolkit_that_is_missing_or_another_is_an_error_with_a_fix(tmp_pa
     with pytest.raises(UserError, match=reason) as refused, compiled_one_at_a_time():
         assert_no_cuda_mismatch("async_io")
     assert refused.value.fix.startswith("set CUDA_HOME to a CUDA toolkit (with nvcc) of version 12.8,")
+
+
+def test_the_processor_is_asked_for_once():
+    with compiled_one_at_a_time():
+        from cpuinfo import get_cpu_info
+
+        assert get_cpu_info() is get_cpu_info()

@@ -100,7 +100,7 @@ def _accelerator(stage: int):
 def made(tmp_path_factory):
     """A folder for each kind; and those of which DeepSpeed's own tool reads what the ranks had."""
     root, agreed = tmp_path_factory.mktemp("made"), set()
-    with forked_processes(ranks=3, group=False, imports=["deepspeed"]) as processes:
+    with forked_processes(ranks=3, group=False, imports=["support.zero_ranks"]) as processes:
         for stage, ranks in sorted(KINDS, key=lambda kind: -kind[1]):  # whoever trains together needs the same history
             folder = root / f"{stage} on {ranks}"
             folder.mkdir()

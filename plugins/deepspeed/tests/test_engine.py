@@ -50,7 +50,7 @@ def losses(plugin: str, flags: tuple[str, ...]) -> list[float]:
 
 @pytest.fixture(scope="module")
 def ranks():
-    with forked_processes(group=False, imports=["deepspeed"]) as processes:
+    with forked_processes(group=False, imports=["support.zero_ranks"]) as processes:
         yield processes
 
 

@@ -26,7 +26,7 @@ IN_BF16 += ("a_checkpoint_comes_back_bit_for_bit",)
 
 @pytest.fixture(scope="module")
 def ranks():
-    with forked_processes(group=False, imports=["deepspeed"]) as processes:
+    with forked_processes(group=False, imports=["support.zero_ranks"]) as processes:
         yield processes
 
 

@@ -80,7 +80,7 @@ def train_with_a_folder(offloaded: tuple[str, ...], folder: Path) -> tuple[set[s
 @pytest.mark.parametrize("offloaded", [("param",), ("param", "optimizer")])
 def test_what_lies_in_a_folder_is_trained_as_by_one_process(tmp_path, offloaded):
     # Without what `make test` compiles before, this is too short:
-    with forked_processes(group=False, seconds=300, imports=["deepspeed"]) as ranks:
+    with forked_processes(group=False, seconds=300, imports=["support.zero_ranks"]) as ranks:
         kinds, same = ranks.run(train_with_a_folder, offloaded, tmp_path)[0]
     assert same
     assert len(kinds) == len(offloaded)
@@ -105,6 +105,6 @@ def train_without_its_folder(folder: Path) -> str:
 
 @pytest.mark.skipif(not has_libaio(), reason="DeepSpeed swaps to a drive with libaio, which is not here")
 def test_a_folder_that_is_removed_meanwhile_is_named(tmp_path):
-    with forked_processes(group=False, seconds=300, imports=["deepspeed"]) as ranks:
+    with forked_processes(group=False, seconds=300, imports=["support.zero_ranks"]) as ranks:
         told = ranks.run(train_without_its_folder, tmp_path / "swap")
     assert any(each.startswith(f"cannot swap to {tmp_path / 'swap'}") for each in told)

@@ -10,6 +10,7 @@ import termios
 
 import pytest
 
+from smalti.cli.pages import help as help_pages
 from support.commands import commands
 
 ESCAPE = "\x1b["
@@ -142,3 +143,15 @@ def test_a_terminal_breaks_lines_of_a_table_between_words(on_terminal):
     lines = on_terminal("plugins", NO_COLOR="1").splitlines()
     assert max(map(len, lines)) <= 80
     assert " ".join(" ".join(lines).split()).count("qwen_image, sana, sd3, sdxl, z_image") == 1
+
+
+def test_plugins_are_looked_for_once_on_the_way_to_a_command_below_another(out, monkeypatch):
+    looked, own = [], help_pages.load_plugins
+
+    def counted(*arguments, **options):
+        looked.append(arguments)
+        return own(*arguments, **options)
+
+    monkeypatch.setattr(help_pages, "load_plugins", counted)
+    out("config", "new", "--help")
+    assert len(looked) == 1

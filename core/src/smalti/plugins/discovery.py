@@ -84,10 +84,9 @@ def _register_built_ins(plugins: Plugins, selection: Selection) -> None:
     if blocked := ESSENTIAL.intersection(selection.without):
         raise UserError(f"{', '.join(sorted(blocked))} cannot be disabled: nothing would train", fix="remove it from --without")
     for name, module in BUILT_IN.items():
-        info = PluginInfo(name=name, distribution="smalti", version=own, built_in=True)
+        info = plugins.infos[name] = PluginInfo(name=name, distribution="smalti", version=own, built_in=True)
         if name in selection.without:
             info.state = "blocked"
-            plugins.infos[name] = info
         else:
             plugins.register(info, import_module(module).plugin)
 
@@ -127,11 +126,9 @@ def _refuse(info: PluginInfo, reason: str, entries: Sequence[_Installed], *, str
 def _check_names(selection: Selection, installed: set[str]) -> None:
     known = installed | set(BUILT_IN)
     for name in (*selection.only, *selection.without):
-        if name in known or (name == "all" and name in selection.without):
-            continue
-        if name in selection.without and name in PLUGINS:
-            continue  # it is not there, as wanted
-        raise unknown_plugin(name, known)
+        may_be_missing = name in selection.without and (name == "all" or name in PLUGINS)
+        if name not in known and not may_be_missing:
+            raise unknown_plugin(name, known)
 
 
 def unknown_plugin(name: str, known: Iterable[str]) -> UserError:

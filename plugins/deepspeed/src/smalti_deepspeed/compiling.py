@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from functools import cache
 from importlib import import_module
 from pathlib import Path
 from typing import IO
@@ -45,9 +46,10 @@ def compiled_one_at_a_time() -> Iterator[None]:
     Raises UserError if one cannot be compiled, or if another program seems to have been killed while compiling.
     """
     extension = import_module("torch.utils.cpp_extension")  # here, since it imports setuptools
+    asked_once = replaced(import_module("cpuinfo"), "get_cpu_info", processor)
     try:
         quoted = shlex.quote(extension.TORCH_LIB_PATH)  # torch writes it unquoted into a command
-        with replaced(extension, "TORCH_LIB_PATH", quoted), ExitStack() as locked:
+        with replaced(extension, "TORCH_LIB_PATH", quoted), asked_once, ExitStack() as locked:
             if hasattr(extension, "FileBaton"):
                 locked.enter_context(replaced(extension, "FileBaton", _Baton))
             yield
@@ -55,6 +57,12 @@ def compiled_one_at_a_time() -> Iterator[None]:
         if (explained := _explained(error)) is None:
             raise
         raise explained from error
+
+
+@cache
+def processor() -> object:
+    """What py-cpuinfo says of the processor. That starts other processes, and DeepSpeed asks twice for each extension."""
+    return import_module("cpuinfo.cpuinfo").get_cpu_info()
 
 
 def _explained(error: Exception) -> UserError | None:

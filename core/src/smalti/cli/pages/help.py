@@ -91,7 +91,9 @@ class Group(Command, click.Group):
 
     def resolve_command(self, ctx: click.Context, args: list[str]) -> tuple[str | None, click.Command | None, list[str]]:
         word = args[0]
-        if word.startswith("-") or self.get_command(ctx, word) or self.get_command(ctx, dashed(word)):
+        if not word.startswith("-") and (command := self.get_command(ctx, word)):
+            return word, command, args[1:]  # click would look for it, and so load all plugins, once more
+        if word.startswith("-") or self.get_command(ctx, dashed(word)):
             return super().resolve_command(ctx, args)
         name = word if isinstance(self, Root) else f"{self.name} {word}"
         if package := package_of("commands", name):
