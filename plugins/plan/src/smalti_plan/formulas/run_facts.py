@@ -36,6 +36,7 @@ class RunFacts:
     activations_on_host: bool = False
     notices: tuple[str, ...] = ()
     factors: int = 0
+    factors_flattened: bool = False
     bf16_weights: bool = False
     releases_gradients: bool = False
 
@@ -63,11 +64,13 @@ class RunFacts:
             activations_on_host=bool(config.values().get("offload_activations")),
             notices=tuple(notices),
             factors=entry.factors,
+            factors_flattened=entry.factors_flattened,
             bf16_weights=given.get("weights_dtype") == "bf16",
             releases_gradients=bool(given.get("release_gradients")),
         )
 
     def with_factors(self, model: ModelFacts) -> RunFacts:
         """With the rows and columns that the optimizer keeps of this model counted in `state_bytes`."""
-        more = 4 * self.factors * model.factors / max(1, model.trained)
+        numbers = model.flattened_factors if self.factors_flattened else model.factors
+        more = 4 * self.factors * numbers / max(1, model.trained)
         return replace(self, state_bytes=self.state_bytes + more, factors=0)
