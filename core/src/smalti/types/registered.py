@@ -265,12 +265,14 @@ class FrozenStorage:
     """One way to keep the frozen weights of a model: `options` select it.
 
     `bytes` are those of all frozen weights of the model, `restoring` those that the computation of one layer needs at most
-    in addition, while its weight is restored.
+    in addition, while its weight is restored. `multiplied` says that products are computed in it, which rounds their inputs
+    too. Such weights can be sharded; `smalti plan` does not offer them, but `--fit` may choose them.
     """
 
     options: Mapping[str, object] = field(default_factory=dict)
     bytes: int
     restoring: int = 0
+    multiplied: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
