@@ -41,7 +41,8 @@ def test_formulas_of_a_quantised_base_are_near_its_rehearsals(flux):
 def test_the_base_is_stored_in_about_a_byte_or_half_a_byte_for_each_weight_of_its_blocks(flux):
     facts, _ = flux
     shares = [each.bytes / facts.frozen.bytes for each in facts.smaller]
-    assert shares == pytest.approx([0.51, 0.27], abs=0.01)
+    assert shares == pytest.approx([0.51, 0.27, 0.50], abs=0.01)
+    assert [each.multiplied for each in facts.smaller] == [False, False, True]
     assert facts.from_json(facts.as_json()) == facts
 
 

@@ -25,6 +25,7 @@ from smalti.launch.plan import LaunchPlan, check_accelerators, expected_kind, pl
 from smalti.plugins.discovery import BUILT_IN, Selection, load_plugins
 from smalti.plugins.lookup import choose_distributed
 from smalti.plugins.schema import check, schema_of
+from smalti_fsdp2.accelerate_export import fragment
 from smalti_fsdp2.accelerate_import import KEYS, PARALLELISM_KEYS, STRATEGIES
 from smalti_fsdp2.options import FsdpOptions, enabled
 
@@ -176,7 +177,14 @@ def test_every_spelling_of_accelerate_is_understood(read, line, name, value):
     [
         ("fsdp_use_orig_params: false", "fsdp_config.fsdp_use_orig_params in {} has no effect: parameters always stay"),
         ("fsdp_sync_module_states: 'no'", "fsdp_config.fsdp_sync_module_states in {} has no effect: every rank starts"),
-        ("fsdp_activation_checkpointing_offload: true", "fsdp_config.fsdp_activation_checkpointing_offload in {} has no"),
+        (
+            "fsdp_activation_checkpointing_offload: true",
+            "fsdp_config.fsdp_activation_checkpointing_offload in {} has no effect without fsdp_activation_checkpointing",
+        ),
+        (
+            "activation_checkpointing: true, activation_checkpointing_offload: 'yes'",
+            "fsdp_config.activation_checkpointing_offload in {} has no effect: offload_activations needs smalti-memory",
+        ),
         ("fsdp_ignored_modules: 'norm.*'", "fsdp_config.fsdp_ignored_modules in {} has no effect: every module is sharded"),
         ("fsdp_backward_prefetch: BACKWARD_POST", "fsdp_config.fsdp_backward_prefetch in {} has no counterpart"),
         ("fsdp_sharding_strategy: NO_SHARD", "fsdp_config.fsdp_sharding_strategy in {} means that gathered parameters"),
@@ -190,6 +198,22 @@ def test_every_spelling_of_accelerate_is_understood(read, line, name, value):
 def test_what_has_no_effect_is_told(read, tmp_path, line, told):
     [notice] = read(fsdp(line)).notices
     assert notice.startswith(told.format(tmp_path / "user.yaml"))
+
+
+def test_activations_that_accelerate_would_keep_in_host_memory_are_kept_there(tmp_path):
+    plugins = load_plugins(Selection(only=("fsdp2", "activations")))
+    file, recomputing = tmp_path / "user.yaml", "fsdp_activation_checkpointing: true"
+    for line, flags, value in (
+        (f"{recomputing}, fsdp_activation_checkpointing_offload: 'true'", (), True),
+        (f"{recomputing}, fsdp_activation_checkpointing_offload: true", ("--no_offload_activations",), False),
+        (recomputing, (), False),
+    ):
+        file.write_text(fsdp(line))
+        config = resolve(schema_of(plugins), ("--accelerate_config", str(file), *flags), environment={})
+        assert config.value("offload_activations") is value
+        assert not [notice for notice in config.notices if "has no effect" in notice]
+        written = fragment(config)["fsdp_config"].get("fsdp_activation_checkpointing_offload")
+        assert written == (None if line == recomputing else value)
 
 
 def test_what_asks_for_nothing_else_than_what_happens_needs_no_notice(read):

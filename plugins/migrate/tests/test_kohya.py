@@ -203,6 +203,18 @@ def test_adafactor_is_the_one_that_its_arguments_describe(imported, arguments):
     assert ("train.toml: optimizer_type" in left, "learning_rate" in values) == (not arguments, bool(arguments))
 
 
+@pytest.mark.parametrize(("limit", "clip"), [("", 1.0), ("max_grad_norm=0", 0), ("max_grad_norm=0.5", 0.5)])
+def test_weights_in_bf16_and_a_fused_backward_pass_are_options_where_all_weights_train(imported, limit, clip):
+    keys = f"output_name='x'\nmin_bucket_reso=256\n{limit}\nfull_bf16=true\nfused_backward_pass=true\nmixed_precision='bf16'"
+    values, left, _ = imported({"train.toml": keys}, "sdxl")
+    updates = {name: values.get(name) for name in ("weights_dtype", "release_gradients", "release_clip_norm", "max_grad_norm")}
+    assert updates == {"weights_dtype": "bf16", "release_gradients": True, "release_clip_norm": clip, "max_grad_norm": 0}
+    assert not [place for place in left if "full_bf16" in place or "fused" in place or "grad_norm" in place]
+    values, left, _ = imported({"train.toml": f"network_dim=4\nnetwork_module='networks.lora'\n{keys}"}, "sdxl")
+    assert not values.keys() & {"weights_dtype", "release_gradients", "release_clip_norm"}
+    assert {"train.toml: full_bf16", "train.toml: fused_backward_pass"} <= left.keys()
+
+
 def test_the_threshold_of_huber_losses_depends_on_the_noise_level_unless_the_file_says_otherwise(imported):
     found = [
         imported({"train.toml": f"network_dim=4\nnetwork_module='networks.lora'\nloss_type='huber'\n{keys}"}, "sdxl")[0][

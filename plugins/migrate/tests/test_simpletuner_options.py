@@ -96,6 +96,15 @@ def test_keys_that_are_comments_are_accepted(from_file):
     assert from_file({"_comment": "mine", "// note": 1, "#": None}).changes() == {}
 
 
+def test_released_gradients_have_another_name():
+    schema = schema_of(load_plugins(Selection(only=("migrate", "updates"))))
+    found = translate_reference_options({"optimizer_release_gradients": "true"}, schema)
+    assert (dict(found.values), found.problems) == ({"release_gradients": ("optimizer_release_gradients", "true")}, [])
+    off = translate_reference_options({"optimizer_release_gradients": False}, schema)
+    assert not off.values
+    assert not off.notices
+
+
 # --- through the configuration --------------------------------------------------------------------------------------
 
 

@@ -22,10 +22,11 @@ def test_what_stays_between_steps_is_exact():
 
 
 def test_rows_and_columns_count_as_state():
-    model, run = replace(MODEL, factors=1000), replace(RUN, state_bytes=4.0, factors=2)
+    model, run = replace(MODEL, factors=1000, flattened_factors=300), replace(RUN, state_bytes=4.0, factors=2)
     one = World(size=1, local_size=1, device="cuda:0")
-    kept = estimate(model, run, WHOLE, "none", 1, H100, one).counted.resident
-    assert kept.optimizer == pytest.approx(4 * MODEL.trained + 4 * 2 * 1000, abs=1)
+    for flattened, count in ((False, 1000), (True, 300)):
+        kept = estimate(model, replace(run, factors_flattened=flattened), WHOLE, "none", 1, H100, one).counted.resident
+        assert kept.optimizer == pytest.approx(4 * MODEL.trained + 4 * 2 * count, abs=1)
 
 
 def test_gradients_count_between_steps_where_their_memory_is_kept():

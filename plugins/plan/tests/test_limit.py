@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from planning.exhaustive import exhaustive
+from planning.exhaustive import exhaustive, is_rounded
 
 from smalti import FrozenStorage, Strategy, UserError, World
 from smalti.config import draft
@@ -36,6 +36,9 @@ def model_of(shape, goal):
         FrozenStorage(options={"base_model_precision": f"{name}-torchao"}, bytes=int(frozen * share), restoring=2**28)
         for name, share in (("int8", 0.51), ("nf4", 0.26))
     ]
+    rowwise = FrozenStorage(
+        options={"base_model_precision": "int8-rowwise"}, bytes=int(frozen * 0.51), restoring=2**26, multiplied=True
+    )
     sample = SampleFacts(
         width=1024,
         height=1024,
@@ -54,7 +57,7 @@ def model_of(shape, goal):
         largest=2**24,
         sample=sample,
         tensors=blocks,
-        smaller=() if goal == "full" else tuple(smaller),
+        smaller=() if goal == "full" else (*smaller, rowwise),
     )
 
 
@@ -87,12 +90,23 @@ def search(plugins):
     return make
 
 
-@pytest.mark.parametrize("goal", ["lora", "full"])
-@pytest.mark.parametrize("shape", SHAPES)
-def test_the_choice_is_the_best_of_all_ways(search, shape, goal):
+FREE = ("--max_grad_norm=0",)
+"""Gradients may be released."""
+FACTORED = (*FREE, "--optimizer=adafactor")
+"""The optimizer keeps next to nothing, and does not work under DeepSpeed."""
+
+
+@pytest.mark.parametrize(
+    ("shape", "goal", "words", "host"),
+    [
+        *((shape, goal, (), 256) for shape in SHAPES for goal in ("lora", "full")),
+        *((shape, "full", words, 36) for shape in ("small", "middle") for words in (FREE, FACTORED)),
+    ],
+)
+def test_the_choice_is_the_best_of_all_ways(search, shape, goal, words, host):
     found = []
     for card in ("8GB", "12GB", "24GB", "80GB"):
-        one = search(shape, goal, card, host=256)
+        one = search(shape, goal, card, *words, host=host)
         best = exhaustive(one)
         if best is None and not any(fits(each, one.device, one.host) for each in one.ways(one.fixed)):
             with pytest.raises(UserError, match="no way to train fits on "):
@@ -103,10 +117,32 @@ def test_the_choice_is_the_best_of_all_ways(search, shape, goal):
             assert chosen.fit.level == "tight"
             continue
         assert chosen.seconds == pytest.approx(best.seconds), (card, chosen.options, best.options)
+        assert one.is_rounded(chosen) == is_rounded(best)
         assert fits(chosen, one.device, one.host)
         assert chosen.candidate.micro_batch * chosen.candidate.accumulation == 4
         found.append(chosen)
     assert len({str(each.options) for each in found}) > 1 or goal == "full", "what fits depends on the card"
+
+
+def test_what_changes_no_number_is_chosen_before_what_rounds_weights(search):
+    """The host holds what a save copies, and no optimizer beside it."""
+
+    def added(card, *words, host):
+        options = search("small", "full", card, *words, host=host, batch=1).best().options
+        return {name for name in ("offload_activations", "release_gradients", "weights_dtype") if options.get(name)}
+
+    assert added("80GB", *FREE, host=36) == set()
+    assert added("48GB", *FREE, host=36) == {"release_gradients"}
+    assert added("24GB", *FACTORED, host=12) == {"release_gradients"}
+    assert added("16GB", *FACTORED, host=12) == {"release_gradients", "weights_dtype"}
+    assert added("16GB", "--optimizer=adafactor", host=12) == {"weights_dtype"}, "which may fit"
+
+
+def test_a_base_is_quantised_only_where_nothing_else_fits(search):
+    exact = search("middle", "lora", "12GB", host=64).best()
+    assert (exact.options["stream_base"], "base_model_precision" in exact.options) == (True, False)
+    quantised = search("middle", "lora", "24GB", "--no_stream_base", "--no_fsdp_enable", host=4).best()
+    assert quantised.options["base_model_precision"] == "int8-rowwise", "which restores least"
 
 
 def test_more_memory_is_never_slower_and_never_more_than_there_is(search):
@@ -190,6 +226,13 @@ def test_a_run_that_has_made_steps_keeps_the_precision_of_its_frozen_weights(sea
     assert "base_model_precision" not in replace(one, kept={"base_model_precision": "no_change"}).best().options
 
 
+def test_a_run_that_has_made_steps_keeps_the_type_of_its_weights(search):
+    one = search("small", "full", "16GB", *FACTORED, host=12, batch=1)
+    assert one.best().options["weights_dtype"] == "bf16"
+    kept = replace(one, kept={"weights_dtype": "fp32"}).best()
+    assert (kept.fit.level, "weights_dtype" in kept.options) == ("tight", False)
+
+
 def test_a_way_to_save_memory_joins_the_strategies_that_it_is_added_to(search):
     one = search("middle", "lora", "12GB")
     way = Strategy(
@@ -208,7 +251,7 @@ def test_a_way_to_save_memory_joins_the_strategies_that_it_is_added_to(search):
         def gather(self, hook, **arguments):
             return [*one.plugins.gather(hook, **arguments), way]
 
-    found = {each.name: each for each in strategies_for(one.config, More(), WORLD)}
+    found = {each.name: each for each in strategies_for(one.config, More(), WORLD, combined=True)}
     assert {"single", "single-inputs", "streamed", "streamed-inputs"} <= found.keys()
     assert "fsdp2-offload-inputs" not in found
     both = found["streamed-inputs"]

@@ -4,7 +4,8 @@ import pytest
 
 from smalti import HookSpecs, World
 from smalti.config import draft
-from smalti.plugins import choose_distributed, load_plugins, schema_of
+from smalti.plugins import choose_distributed, load_plugins, plugin_problems, schema_of
+from smalti_plan.choices import strategies_for
 
 WORLDS = [
     World(size=1, device="cuda:0"),
@@ -27,8 +28,8 @@ def configured(plugins, options, world):
 
 
 def proposed(plugins, world):
-    config = configured(plugins, {}, world)
-    return plugins.gather(HookSpecs.propose_strategies, config=config, world=world)
+    found = plugins.gather(HookSpecs.propose_strategies, config=configured(plugins, {}, world), world=world)
+    return [each for each in found if not each.added_to]
 
 
 @pytest.mark.parametrize("world", WORLDS, ids=str)
@@ -38,6 +39,32 @@ def test_hook_propose_strategies_names_options_that_select_the_strategy(plugins,
             config = configured(plugins, {**strategy.options, **recompute}, world)
             plan = choose_distributed(config, plugins)
             assert (plan.origin.plugin, config.problems) == (strategy.origin.plugin, ()), (strategy.name, mode)
+
+
+@pytest.mark.parametrize("world", WORLDS[:2], ids=str)
+@pytest.mark.parametrize("goal", ["lora", "full"])
+def test_what_is_added_to_strategies_is_what_a_run_accepts(plugins, goal, world):
+    own = {"model_type": goal, "max_grad_norm": 0, "train_batch_size": 1}
+    found = strategies_for(configured(plugins, own, world), plugins, world, combined=True)
+    added = [each for each in found if each.options.keys() & {"offload_activations", "release_gradients", "weights_dtype"}]
+    combinations = {name.partition("-")[2] for name in (each.name for each in added) if name.startswith("single-")}
+    if world.size == 1:
+        both = {"released", "bf16", "bf16-released"} if goal == "full" else set()
+        assert combinations == {"activations", *both, *(f"activations-{name}" for name in both)}
+    own_problems = plugin_problems(configured(plugins, own, world), plugins)
+    for strategy in added:
+        for recompute in strategy.recompute.values() if not strategy.keeps_gradients else ():
+            config = configured(plugins, {**own, **strategy.options, **recompute}, world)
+            assert choose_distributed(config, plugins).origin.plugin == strategy.origin.plugin
+            assert plugin_problems(config, plugins) == own_problems, strategy.name
+
+
+@pytest.mark.parametrize("option", ["--max_grad_norm=1", "--optimizer=muon"])
+def test_gradients_are_not_released_where_all_are_needed_at_once(plugins, option):
+    words = ["--model_family=toy", "--model_type=full", "--max_grad_norm=0", "--mixed_precision=bf16", option]
+    found = strategies_for(draft(schema_of(plugins), words), plugins, WORLDS[0], combined=True)
+    assert any("activations" in each.name for each in found)
+    assert not any("release_gradients" in each.options for each in found)
 
 
 @pytest.mark.parametrize("world", WORLDS, ids=str)

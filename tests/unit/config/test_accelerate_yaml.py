@@ -15,7 +15,7 @@ class Glaze(Options):
     glaze_shine: bool = option(False, help="Shine.")
 
 
-def translate(values) -> Translation:
+def translate(values, schema) -> Translation:
     section = values.get("glaze_config", {})
     return Translation(
         values={

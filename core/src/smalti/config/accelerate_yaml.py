@@ -68,7 +68,7 @@ def options_in(values: Mapping[str, object], schema: Schema, path: Path) -> dict
 def _translations(values: Mapping[str, object], schema: Schema) -> list[Translation]:
     """What plugins read in the file, without sections that are not tables: `problems_of` reports those."""
     sound = {key: value for key, value in values.items() if not key.endswith("_config") or isinstance(value, Mapping)}
-    return [group.translate(sound) for group in schema.groups if group.translate is not None]
+    return [group.translate(sound, schema) for group in schema.groups if group.translate is not None]
 
 
 def _value_of(values: Mapping[str, object], option: Option) -> object:

@@ -225,9 +225,10 @@ class Dialect:
 class OptionGroup:
     """A section of options as a plugin declares it. `name` is unique; `title` heads the section in the help.
 
-    `translate` takes an Accelerate YAML and reads what the options' `accelerate=` keys do not cover; `..._config` sections are
-    tables. `derived` takes all given values, not validated, and returns values of other options that those of this group
-    contain; called if there are any. Those are used for options that nothing else sets. Their keys are keys in the value.
+    `translate` takes an Accelerate YAML, and the options of all groups, and reads what `accelerate=` keys of options do not
+    cover; `..._config` sections are tables. `derived` takes all given values, not validated, and returns values of other
+    options that those of this group contain; called if there are any. Those are used for options that nothing else sets. Their
+    keys are keys in the value.
 
     `scheduler` takes the environment, the values of all sources by their labels, and the notices, to which it may add. It
     returns what a scheduler of jobs says in variables of its own. It may remove weaker values from the sources.
@@ -246,7 +247,7 @@ class OptionGroup:
     name: str
     title: str
     options: type[Options]
-    translate: Callable[[Mapping[str, object]], Translation] | None = None
+    translate: Callable[[Mapping[str, object], Schema], Translation] | None = None
     derived: Callable[[Mapping[str, object]], Translation] | None = None
     scheduler: Callable[[Mapping[str, str], dict[str, Mapping[str, Given]], list[str]], Mapping[str, Given]] | None = None
     urls: Mapping[str, Callable[[str], Translation]] = field(default_factory=dict, hash=False)

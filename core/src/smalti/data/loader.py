@@ -9,7 +9,6 @@ Shapes: B images of a micro-batch, H, W pixels, 3 colours, latents (B, C, h, w).
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from collections import deque
@@ -39,7 +38,7 @@ from smalti.diffusion import Conditioning
 from smalti.errors import UserError
 from smalti.models import SizeConditioning
 from smalti.parallel import pins_memory, use_device
-from smalti.system import derive_seed, uniform
+from smalti.system import derive_seed, uniform, usable_cores
 from smalti.types import World
 
 _MAX_WORKERS = 8
@@ -174,7 +173,7 @@ class Loader(Iterator[Batch]):
         self.waited = 0.0
         """Seconds spent waiting for the last batch; near 0 as long as the threads keep up."""
         self._stopping = threading.Event()
-        workers = workers or min(_MAX_WORKERS, prefetch, max(1, _cores() // world.local_size))
+        workers = workers or min(_MAX_WORKERS, prefetch, max(1, usable_cores() // world.local_size))
         self._pool = ThreadPoolExecutor(workers, "smalti-loader", initializer=use_device, initargs=(world.device,))
         self._ready: deque[Future[Batch]] = deque()
         for _ in range(prefetch):
@@ -463,8 +462,3 @@ def _normalised(images: Bytes) -> NDArray[np.float32]:
     values /= np.float32(127.5)
     values -= np.float32(1.0)
     return values
-
-
-def _cores() -> int:
-    """The number of cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -23,7 +23,7 @@ from smalti.errors import PreflightError, UserError
 from smalti.parallel import ALLOCATOR_VARIABLES, in_bf16, is_rocm
 from smalti.plugins import Plugins
 from smalti.rundir import RunDirectory
-from smalti.system import atomic_write
+from smalti.system import atomic_write, usable_cores
 from smalti.types import DistributedPlan
 
 Launcher = Literal["in-process", "elastic", "accelerate"]
@@ -158,8 +158,7 @@ def _threads(local: int, environment: Mapping[str, str]) -> dict[str, str]:
     """An equal share of the cores of this node for each rank, unless the user has set OMP_NUM_THREADS."""
     if "OMP_NUM_THREADS" in environment:
         return {}
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return {"OMP_NUM_THREADS": str(max(1, cores // local))}
+    return {"OMP_NUM_THREADS": str(max(1, usable_cores() // local))}
 
 
 def allocator_settings(kind: str, environment: Mapping[str, str]) -> dict[str, str]:

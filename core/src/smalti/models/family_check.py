@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from difflib import get_close_matches
 
 from smalti.models.family import ModelFamily
@@ -32,16 +33,14 @@ def family_problems(family: object) -> list[str]:
     for methods in _TOGETHER:
         if (found := methods & own) and found != methods:
             problems.append(f"has {', '.join(found)} without {', '.join(methods - found)}, which belongs to it")
-    return problems + _misspelt(own)
+    return [*problems, *_misspelt(own)]
 
 
-def _misspelt(own: set[str]) -> list[str]:
+def _misspelt(own: set[str]) -> Iterator[str]:
     known = _public(ModelFamily)
-    problems = []
     for name in sorted(own - known):
         if near := get_close_matches(name, known - own, n=1, cutoff=_NEAR):
-            problems.append(f"has {name}, which smalti does not know; did you mean {near[0]}? If not, call it _{name}")
-    return problems
+            yield f"has {name}, which smalti does not know; did you mean {near[0]}? If not, call it _{name}"
 
 
 def _own_names(family: ModelFamily) -> set[str]:

@@ -77,6 +77,11 @@ class Process:
         return f"process {self.pid} on {self.host}"
 
 
+def usable_cores() -> int:
+    """The number of cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def raise_open_files_limit() -> None:
     """Raise the limit of open files to what the system allows, at most 65,536.
 

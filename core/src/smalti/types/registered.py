@@ -135,13 +135,15 @@ class OptimizerEntry(Registered):
     `shards` says whether the optimizer works on sharded parameters (DTensors), `flat` whether it works on flat slices of
     parameters, as an elementwise optimizer does. An optimizer that does not work with the chosen strategy is refused before
     launch. `state_bytes` is the size of its state for each parameter that trains, for `smalti plan`; None if unknown. `factors`
-    counts the rows and columns that it also keeps, in fp32, of each tensor over its last two dimensions.
+    counts the rows and columns that it also keeps, in fp32, of each tensor: over its last two dimensions, or, if
+    `factors_flattened` says so and it is less, over the first one and all others together.
     """
 
     kind = "the optimizer"
     factory: str
     state_bytes: float | None = None
     factors: int = 0
+    factors_flattened: bool = False
     accepts: tuple[str, ...] = ("betas", "eps", "weight_decay")
     shards: bool = True
     flat: bool = True
@@ -278,12 +280,14 @@ class FrozenStorage:
     """One way to keep the frozen weights of a model: `options` select it.
 
     `bytes` are those of all frozen weights of the model, `restoring` those that the computation of one layer needs at most
-    in addition, while its weight is restored.
+    in addition, while its weight is restored. `multiplied` says that products are computed in it, which rounds their inputs
+    too. Such weights can be sharded; `smalti plan` does not offer them, but `--fit` may choose them.
     """
 
     options: Mapping[str, object] = field(default_factory=dict)
     bytes: int
     restoring: int = 0
+    multiplied: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from difflib import get_close_matches
 
 from smalti import Problem, Translation
+from smalti.config import Schema
 from smalti_deepspeed.parsing import is_open, section
 
 _IDLE = {
@@ -25,7 +26,7 @@ STAGE = 2
 """Accelerate's own, where the file names none."""
 
 
-def translate(values: Mapping[str, object]) -> Translation:
+def translate(values: Mapping[str, object], schema: Schema) -> Translation:
     """Whatever the file says about DeepSpeed: as options, as notices, or as problems."""
     content = {key: value for key, value in section(values, "deepspeed_config").items() if value is not None}
     if values.get("distributed_type") != "DEEPSPEED":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from smalti import Config
 from smalti.config import LaunchOptions
-from smalti_fsdp2.accelerate_import import IDLE, PARALLELISM, section, unused
+from smalti_fsdp2.accelerate_import import IDLE, OFFLOAD, OFFLOAD_OPTION, PARALLELISM, full_name, section, unused
 from smalti_fsdp2.options import ContextOptions, FsdpOptions
 
 
@@ -17,6 +17,8 @@ def fragment(config: Config) -> dict[str, object]:
     options, launch = config[FsdpOptions], config[LaunchOptions]
     size = options.fsdp_shard_size or launch.num_processes // launch.num_machines
     settings = fsdp_settings(options, hybrid=size < launch.num_processes)
+    if OFFLOAD_OPTION in config.schema.options and OFFLOAD in map(full_name, section(config.accelerate, "fsdp_config")):
+        settings[OFFLOAD] = config.value(OFFLOAD_OPTION)
     stale = dict.fromkeys(unused(config.accelerate, settings))
     kept = section(config.accelerate, "fsdp_config") if not options.fsdp_cpu_ram_efficient_loading else {}
     changed = {key: value for key, value in settings.items() if not (key in IDLE and key in kept)}

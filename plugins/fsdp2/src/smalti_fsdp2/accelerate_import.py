@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from difflib import get_close_matches
 
 from smalti import OptionGroup, Problem, Translation
+from smalti.config import Schema
 from smalti_fsdp2.options import ContextOptions, FsdpOptions
 
 STRATEGIES = {
@@ -35,7 +36,6 @@ _PLAIN = frozenset(
 IDLE = {
     "fsdp_use_orig_params": (False, "parameters always stay those of the model"),
     "fsdp_sync_module_states": (False, "every rank starts with the same weights"),
-    "fsdp_activation_checkpointing_offload": (True, "what recomputation keeps stays on the accelerator"),
     "fsdp_ignored_modules": (None, "every module is sharded"),
 }
 """Keys without counterpart: the value that asks for something else than what happens (None: any), and what happens."""
@@ -45,7 +45,10 @@ FSDP_1_ONLY = frozenset(
         *("fsdp_use_orig_params", "fsdp_sync_module_states"),
     )
 )
-KEYS = frozenset((*_PLAIN, *IDLE, *FSDP_1_ONLY, "fsdp_reshard_after_forward", "fsdp_state_dict_type"))
+OFFLOAD = "fsdp_activation_checkpointing_offload"
+OFFLOAD_OPTION = "offload_activations"
+"""Of another package."""
+KEYS = frozenset((*_PLAIN, *IDLE, *FSDP_1_ONLY, OFFLOAD, "fsdp_reshard_after_forward", "fsdp_state_dict_type"))
 PARALLELISM = "parallelism_config_"
 PARALLELISM_KEYS = frozenset(
     f"{PARALLELISM}{name}"
@@ -68,10 +71,11 @@ def section(values: Mapping[str, object], name: str) -> Mapping[str, object]:
     return {str(key): value for key, value in content.items()} if isinstance(content, Mapping) else {}
 
 
-def translate(values: Mapping[str, object]) -> Translation:
+def translate(values: Mapping[str, object], schema: Schema) -> Translation:
     """Whatever the file says about FSDP and context parallelism: as options, as notices, or as problems."""
     found = _Translator(values)
     found.read_fsdp()
+    found.read_offload(can_offload=OFFLOAD_OPTION in schema.options)
     found.read_strategy()
     found.read_parallelism()
     found.read_shard_size()
@@ -117,6 +121,18 @@ class _Translator:
             elif name not in KEYS:
                 self._read_unknown(name, key)
         self._read_no_size()
+
+    def read_offload(self, *, can_offload: bool) -> None:
+        """What recomputation keeps, in host memory: to Accelerate this means nothing without recomputation."""
+        key, value = self.given.get(OFFLOAD, ("", False))
+        if _switch(value) is False:
+            return
+        if _switch(self.given.get("fsdp_activation_checkpointing", ("", False))[1]) is not True:
+            self.notices.append((key, "has no effect without fsdp_activation_checkpointing"))
+        elif can_offload:
+            self.said[OFFLOAD_OPTION] = (key, value)
+        else:
+            self.notices.append((key, f"has no effect: {OFFLOAD_OPTION} needs smalti-memory"))
 
     def _read_no_size(self) -> None:
         """Groups of at least no parameters are no groups to Accelerate."""

@@ -2,19 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 from smalti import Communication, Config, Recompute, Strategy, World
 from smalti.config import ModelOptions
 from smalti.parallel import in_bf16
 from smalti_memory.options import SLOTS, MemoryOptions
+from smalti_memory.updates.checks import problems
 
 _RECOMPUTE: Mapping[Recompute, Mapping[str, object]] = {"full": {"gradient_checkpointing": True}}
+_ANY: Mapping[Recompute, Mapping[str, object]] = {"none": {}, "selective": {}, "full": {}}
+_UPDATES: tuple[tuple[str, str, Mapping[str, object]], ...] = (
+    ("released", "gradients released", {"release_gradients": True}),
+    ("bf16", "weights in bf16", {"weights_dtype": "bf16"}),
+)
+_ALONE = {"num_processes": 1, "gradient_accumulation_steps": 1}
+"""In place of what a way to train sets itself."""
 
 
 def proposals(config: Config, world: World) -> list[Strategy]:
+    """The streamed base where it is frozen, and what other strategies can have in addition; nothing on CPUs."""
+    if world.device.startswith("cpu"):
+        return []
+    return [*_streamed(config, world), *_additions(config)]
+
+
+def _streamed(config: Config, world: World) -> list[Strategy]:
     """The adapter on every rank, and the frozen weights of blocks in host memory; nothing where all weights train."""
-    if config[ModelOptions].model_type != "lora" or world.device.startswith("cpu"):
+    if config[ModelOptions].model_type != "lora":
         return []
     reduction = Communication(
         collective="all-reduce",
@@ -37,3 +52,26 @@ def proposals(config: Config, world: World) -> list[Strategy]:
             communication=(reduction,) if world.size > 1 else (),
         )
     ]
+
+
+def _additions(config: Config) -> Iterator[Strategy]:
+    """Activations in host memory, gradients that are released, and weights in bf16, where this run would accept them."""
+    yield Strategy(
+        name="activations",
+        title="activations in host memory",
+        options={"offload_activations": True},
+        recompute={"full": {}},
+        bytes={},
+        offloaded=frozenset(("activations",)),
+        added_to=frozenset(("ddp", "fsdp2", "memory")),
+    )
+    if config[ModelOptions].model_type == "lora":
+        return  # of an adapter there is little to save
+    for name, title, options in _UPDATES:
+        accepting = config
+        for option, value in {**_ALONE, **options}.items():
+            accepting = accepting.chosen(option, value, "")
+        if not problems(accepting):
+            yield Strategy(
+                name=name, title=title, options=options, recompute=_ANY, bytes={}, added_to=frozenset(("ddp", "fsdp2"))
+            )

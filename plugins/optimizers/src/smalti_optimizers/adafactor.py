@@ -14,11 +14,11 @@ class FixedRateAdafactor(torch.optim.Optimizer):
     """Adafactor at an absolute learning rate: a step has about the size of the rate.
 
     As that of transformers is with `relative_step` and `scale_parameter` off. torch's multiplies the rate by the size of each
-    weight, so that it does not train an adapter, which begins at zero. The state has the names and shapes of torch's: "step",
-    and "row_var" and "col_var", or "variance" of a vector.
+    weight, so that it does not train an adapter, which begins at zero. The state has the names of torch's: "step", and
+    "row_var" and "col_var", or "variance" of a vector. Convolutions are factored as matrices of their output channels.
 
     One all-reduce a step. On any number of ranks steps are the same up to the rounding of sums; the state of parameters that
-    are no matrices is the same to the bit, for the same gradients.
+    are not factored as matrices is the same to the bit, for the same gradients.
     """
 
     def __init__(self, groups: list[dict[str, object]], *, lr: float, weight_decay: float = 0.0) -> None:

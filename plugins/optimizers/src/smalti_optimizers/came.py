@@ -19,7 +19,7 @@ class CAME(torch.optim.Optimizer):
     "row_var" and "col_var", or "variance" of a vector, and "row_res" and "col_res" of others.
 
     Two all-reduces a step. On any number of ranks steps are the same up to the rounding of sums; the second moments of
-    parameters that are no matrices are the same to the bit, for the same gradients.
+    parameters that are not factored as matrices are the same to the bit, for the same gradients.
     """
 
     def __init__(

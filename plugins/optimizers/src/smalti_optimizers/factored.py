@@ -1,7 +1,8 @@
 """Second moments of which a row and a column are kept instead of the matrix (Shazeer and Stern 2018, arXiv:1804.04235).
 
-They are factored over the last two dimensions, of parameters that have as many. Of a sharded parameter a rank has complete
-`parameter[i]`. So only the column of a matrix, and what is one number for a parameter, need the other ranks.
+A parameter of more than two dimensions is factored over its last two, or as the matrix of its `parameter[i]`, flattened:
+whichever keeps fewer numbers, which for a convolution is the matrix. Of a sharded parameter a rank has complete `parameter[i]`.
+So only the column of a matrix, and what is one number for a parameter, need the other ranks.
 """
 
 from __future__ import annotations
@@ -23,10 +24,15 @@ class Factors:
 
     A row, (..., rows, 1), and a column, (..., 1, columns), under `names`; of a vector all averages, under the last name. Of a
     sharded parameter they are sharded likewise, but the column of a matrix is the same plain tensor on every rank.
+
+    State of earlier versions, which factored every parameter over its last two dimensions, goes on as it is.
     """
 
     def __init__(self, parameter: Tensor, state: dict[str, Tensor], names: tuple[str, str, str]) -> None:
-        shape = parameter.shape
+        shape, row = parameter.shape, state.get(names[0])
+        self._part = local_part(parameter).shape
+        if is_flattened(shape) if row is None else row.dim() < len(shape):
+            shape = torch.Size((shape[0], shape[1:].numel()))
         self.is_matrix = len(shape) == 2
         self._rows = shape[-2] if len(shape) > 1 else 0
         if len(shape) < 2:
@@ -43,6 +49,7 @@ class Factors:
         if not self._rows:
             self._squares.lerp_(squares + eps, new)
             return squares.new_empty(0)
+        squares = self._factored(squares)
         self._row.lerp_(squares.mean(-1, keepdim=True).add_(eps), new)
         if self.is_matrix:
             return torch.cat([squares.sum(0), self._row.sum().view(1)])
@@ -60,15 +67,25 @@ class Factors:
         """One over the root of the averages that the factors stand for, (...) as the parameter. After `finish`."""
         if not self._rows:
             return self._squares.rsqrt()
-        return (self._row / self._mean).rsqrt_() * self._column.rsqrt()
+        return ((self._row / self._mean).rsqrt_() * self._column.rsqrt()).view(self._part)
 
     def over_row(self, squares: Tensor) -> Tensor:
         """Of a matrix, after `add`: this rank's part of the sums that `scaled_sum` needs, (columns,)."""
-        return (squares / self._row).sum(0)
+        return (self._factored(squares) / self._row).sum(0)
 
     def scaled_sum(self, sums: Tensor) -> Tensor:
         """The sum of squares x scale^2 of a matrix, a scalar: by the sums, over all ranks, of `over_row`."""
         return (sums / self._column).sum() * self._mean
+
+    def _factored(self, squares: Tensor) -> Tensor:
+        """What has the parameter's shape in the shape whose last two dimensions are factored."""
+        return squares.flatten(1) if self.is_matrix else squares
+
+
+def is_flattened(shape: torch.Size) -> bool:
+    """Whether a parameter of this shape, with more than two dimensions, is factored as a matrix of its `parameter[i]`."""
+    over_last = shape[:-1].numel() + shape[:-2].numel() * shape[-1] if len(shape) > 2 else 0
+    return shape[:1].numel() + shape[1:].numel() < over_last
 
 
 def clipped_updates(parameters: Sequence[Tensor], factors: Sequence[Factors], new: Sequence[float]) -> Iterator[Tensor]:

@@ -61,15 +61,15 @@ class Choice:
         }
 
 
-def strategies_for(config: Config, plugins: Plugins, world: World) -> list[Strategy]:
+def strategies_for(config: Config, plugins: Plugins, world: World, *, combined: bool = False) -> list[Strategy]:
     """What all plugins propose, each with the defaults of what the configuration sets for another strategy.
 
-    Ways to save memory that are added to strategies come in all combinations.
+    With `combined`, ways to save memory are added to strategies in all combinations; else such ways are left out.
     """
     found = plugins.gather(HookSpecs.propose_strategies, config=config, world=world)
     added = [each for each in found if each.added_to]
     found = [each for each in found if not each.added_to]
-    for way in added:
+    for way in added if combined else ():
         found += [_with_way(each, way) for each in found if each.origin.plugin in way.added_to]
     used = {name for each in found for options in (each.options, *each.recompute.values()) for name in options}
     unset = {
@@ -105,17 +105,17 @@ def choices(
     world: World,
     efficiencies: tuple[Efficiency, Efficiency] = (FAST, SLOW),
     admits: Callable[[Choice], bool] = lambda choice: True,
+    *,
+    everything: bool = False,
 ) -> list[Choice]:
     """All ways that the formulas know and `admits` accepts, the best first.
 
     `efficiencies` are the ends of the range of times, the faster one first. Where nothing fits that keeps all on the devices,
-    frozen weights may be kept in less. Of those that may keep a part of streamed weights on the device, there are what is
-    configured and the most that fits. Raises UserError if no number of samples per rank keeps the effective batch.
+    or with `everything`, frozen weights may be kept in less; with `everything` also in types that products are computed in. Of
+    those that may keep a part of streamed weights on the device, there are what is configured and the most that fits. Raises
+    UserError if no number of samples per rank keeps the effective batch.
     """
-    if run.bf16_weights or run.releases_gradients:  # the optimizer steps the model's own parameters, one after the other
-        strategies = [each for each in strategies if "deepspeed_config" not in each.options]
-    if run.releases_gradients:
-        strategies = [each for each in strategies if not each.keeps_gradients]
+    strategies = [each for each in strategies if _can_update(each, run.of_way(each.options))]
     whole = [each for each in strategies if not each.divided]
     usable = whole if model.indivisible else strategies
 
@@ -125,15 +125,18 @@ def choices(
             for strategy in strategies
             for recompute in strategy.recompute
             for micro in micro_batches(run.effective_batch, world.size // strategy.context)
-            if not run.releases_gradients or micro * (world.size // strategy.context) == run.effective_batch
+            if micro * (world.size // strategy.context) == run.effective_batch
+            or not run.of_way(strategy.options).releases_gradients
             for choice in _with_resident(model, run, strategy, recompute, micro, device, world, efficiencies)
         )
         return [each for each in found if admits(each)]
 
     found = ways(model, usable)
-    if all(each.fit.level != "fits" for each in found if not each.strategy.offloaded):
+    if everything or all(each.fit.level != "fits" for each in found if not each.strategy.offloaded):
         for frozen in model.smaller:
-            found += ways(replace(model, frozen=frozen), [_with_frozen(each, frozen) for each in whole])
+            if everything or not frozen.multiplied:
+                keeping = [each for each in usable if not each.divided or _can_shard(each, frozen)]
+                found += ways(replace(model, frozen=frozen), [_with_frozen(each, frozen) for each in keeping])
     if all(run.effective_batch % (world.size // each.context) for each in usable):
         below = run.effective_batch // world.size * world.size
         near = " or ".join(str(each) for each in (below, below + world.size) if each)
@@ -142,6 +145,22 @@ def choices(
             fix=f"other --gpus, or train_batch_size x gradient_accumulation_steps x num_processes = {near}",
         )
     return in_order(found)
+
+
+def _can_update(strategy: Strategy, run: RunFacts) -> bool:
+    """Whether the optimizer can step the model's own parameters one after the other, if the run needs that."""
+    if run.releases_gradients and strategy.keeps_gradients:
+        return False
+    return _steps_parameters(strategy) or not (run.releases_gradients or run.bf16_weights)
+
+
+def _can_shard(strategy: Strategy, frozen: FrozenStorage) -> bool:
+    return frozen.multiplied and _steps_parameters(strategy)
+
+
+def _steps_parameters(strategy: Strategy) -> bool:
+    """Whether the model has parameters of its own, which DeepSpeed replaces."""
+    return strategy.options.get("deepspeed_config") is None
 
 
 def _with_resident(
@@ -233,7 +252,7 @@ def estimate(
         accumulation=run.effective_batch // (micro_batch * data_ranks),
         options={**strategy.options, **strategy.recompute[recompute]},
     )
-    run = run.with_factors(model)
+    run = run.of_way(strategy.options).with_state(model)
     memory = memory_of(model, run, strategy, candidate, world.size)
     counted = Rehearsal(
         candidate=candidate,

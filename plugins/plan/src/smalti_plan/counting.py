@@ -57,6 +57,7 @@ def count_facts(
         buffers=sum(each.numel() * each.element_size() for each in model.buffers()),
         tensors=sum(each.requires_grad for each in parameters),
         factors=sum(_factors(each.shape) for each in parameters if each.requires_grad),
+        flattened_factors=sum(_flattened_factors(each.shape) for each in parameters if each.requires_grad),
         largest=max(each.numel() for each in parameters),
         outside=_count(outside),
         outside_trained=_count(each for each in outside if each.requires_grad),
@@ -73,6 +74,11 @@ def _factors(shape: torch.Size) -> int:
     if len(shape) < 2:
         return shape.numel()
     return shape[:-1].numel() + shape[:-2].numel() * shape[-1]
+
+
+def _flattened_factors(shape: torch.Size) -> int:
+    """The same over the first dimension and all others, if that is less."""
+    return min(_factors(shape), shape[0] + shape[1:].numel()) if len(shape) > 2 else _factors(shape)
 
 
 def _sample(

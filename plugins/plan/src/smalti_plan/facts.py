@@ -62,7 +62,7 @@ class ModelFacts:
 
     `largest` counts the parameters of the largest tensor, `outside` those that are in no block, `outside_trained` those of
     these that train. `tensors` counts the tensors that train, `factors` the numbers in a row and a column of each of them over
-    its last two dimensions, or in a vector.
+    its last two dimensions, or in a vector; `flattened_factors` those over the first one and all others, where these are fewer.
     """
 
     family: str
@@ -74,6 +74,7 @@ class ModelFacts:
     sample: SampleFacts
     tensors: int = 0
     factors: int = 0
+    flattened_factors: int = 0
     outside: int = 0
     outside_trained: int = 0
     indivisible: bool = False

@@ -18,7 +18,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Literal
 
 from smalti import UserError
-from smalti.system import PARENT_VARIABLE, die_with_parent, load_json
+from smalti.system import PARENT_VARIABLE, die_with_parent, load_json, usable_cores
 
 if TYPE_CHECKING:
     import torch
@@ -54,8 +54,7 @@ def measure_rates(ranks: int, kind: str, clock: Clock = "wall") -> Rates:
 
     The clock "cpu" counts CPU seconds, which other load on the processors does not change.
     """
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    threads = os.environ.get("OMP_NUM_THREADS", str(max(1, cores // ranks)))
+    threads = os.environ.get("OMP_NUM_THREADS", str(max(1, usable_cores() // ranks)))
     environment = {**os.environ, "OMP_NUM_THREADS": threads, PARENT_VARIABLE: str(os.getpid())}
     if kind == "cpu":
         environment |= {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""}

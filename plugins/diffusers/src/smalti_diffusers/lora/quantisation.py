@@ -20,8 +20,8 @@ from smalti import FrozenStorage, UserError
 from smalti_diffusers.lora.eight_bits import EightBitLinear
 from smalti_diffusers.options import Precision
 
-_OFFERED: tuple[Precision, ...] = ("int8-torchao", "nf4-torchao")
-"""What a plan offers: the others take as much as int8, and products in 8 bits give other numbers."""
+_OFFERED: tuple[Precision, ...] = ("int8-torchao", "nf4-torchao", "int8-rowwise")
+"""What planners are told of: fp8 takes as much as int8, on fewer devices."""
 _RESTORING: Mapping[Precision, tuple[int, int]] = {
     "int8-torchao": (6, 8),
     "fp8-torchao": (10, 8),
@@ -124,6 +124,7 @@ def storage(model: nn.Module, blocks: Collection[str], precision: Precision, unq
             options={"base_model_precision": precision},
             bytes=kept + as_it_is + sum(stored for stored, _ in sizes),
             restoring=max((restoring for _, restoring in sizes), default=0),
+            multiplied=precision in _MULTIPLIED,
         )
 
     if precision != "no_change":

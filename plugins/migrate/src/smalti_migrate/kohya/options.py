@@ -158,7 +158,7 @@ class _Model:
 
 
 def _convert_options(found: Values, model: _Model, result: Imported) -> None:
-    for of_model in (_numbers, _objective):
+    for of_model in (_numbers, _objective, _updates):
         attempt(result, of_model, found, model, result)
     for step in (_run, _optimizer, _schedule, _saving):
         attempt(result, step, found, result)
@@ -168,6 +168,8 @@ def _convert_options(found: Values, model: _Model, result: Imported) -> None:
     rules = fitting(tables.ALL_OPTIONS, model.kind, model.family)
     if "network_weights" in found and "network_dim" not in found:
         rules = [rule for rule in rules if rule.key not in ("network_dim", "network_alpha")]
+    if "release_clip_norm" in result.lines:
+        rules = [rule for rule in rules if rule.key != "max_grad_norm"]
     convert_options(rules, found, result)
 
 
@@ -194,6 +196,22 @@ def _numbers(found: Values, model: _Model, result: Imported) -> None:
     if found.on("torch_compile"):
         backend = found.first("dynamo_backend", default="inductor")
         result.add("dynamo_backend", str(backend.value).lower(), f"{found['torch_compile'].place}, {backend.place}")
+
+
+def _updates(found: Values, model: _Model, result: Imported) -> None:
+    """How weights are updated where all of them train. With a fused backward pass the norm of each gradient is limited."""
+    for key in ("full_bf16", "fused_backward_pass"):
+        if not found.on(key):
+            continue
+        given = found[key]
+        if model.kind != "full":
+            result.leave(given.place, "it is for runs in which all weights train", value=given.value)
+        elif key == "full_bf16":
+            result.add("weights_dtype", "bf16", given.place)
+        else:
+            result.add("release_gradients", True, given.place)
+            result.add("max_grad_norm", 0, f"{given.place} = {given.value}: the norm of all gradients is not known")
+            result.copy("release_clip_norm", found.first("max_grad_norm", default=1.0), number)
 
 
 def _optimizer(found: Values, result: Imported) -> None:

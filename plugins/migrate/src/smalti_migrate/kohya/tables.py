@@ -84,6 +84,7 @@ OPTIONS: tuple[Rule, ...] = (
     read("max_train_epochs", "num_train_epochs", note="overrides max_train_steps there; here it is the other way round"),
     option("train_batch_size", "train_batch_size", whole, note="images per GPU, as here; batch_size of a dataset overrides it"),
     option("gradient_accumulation_steps", "gradient_accumulation_steps", whole),
+    read("full_bf16", "weights_dtype", note="bf16 where all weights train; those of an adapter are fp32 here"),
     option("mixed_precision", "mixed_precision", precision, "fp16 is auto: bf16 where the device has it", default="no"),
     read("learning_rate", "learning_rate", note="the default is 2e-6"),
     read("unet_lr", "learning_rate", note="overrides learning_rate"),
@@ -97,6 +98,7 @@ OPTIONS: tuple[Rule, ...] = (
     read("lr_scheduler_num_cycles", "lr_scheduler", note="only 1"),
     option("lr_scheduler_power", "lr_power", number),
     option("max_grad_norm", "max_grad_norm", number),
+    read("fused_backward_pass", "release_gradients", "release_clip_norm", note="max_grad_norm limits each tensor there"),
     option("ddp_timeout", "process_group_timeout", minutes, note="minutes there, seconds here"),
     read("torch_compile", "dynamo_backend"),
     read("dynamo_backend", "dynamo_backend", note="only with torch_compile there", off=(*OFF, "no")),
@@ -167,12 +169,10 @@ OPTIONS: tuple[Rule, ...] = (
         - offset noise and its relatives are not supported | noise_offset multires_noise_iterations ip_noise_gamma
           adaptive_noise_scale | leave it out; rescale_betas_zero_snr with v_prediction is the exact way to dark and bright
           images
-        - weights and gradients are fp32 here | full_fp16 full_bf16 | to save memory: gradient_checkpointing,
-          base_model_precision for a LoRA, or sharding; see docs/memory.md
+        - there are no weights in fp16 here | full_fp16 | weights_dtype = "bf16" where all weights train; see docs/memory.md
         - blocks are not moved between GPU and host memory | blocks_to_swap cpu_offload_checkpointing block_swap
           single_blocks_to_swap double_blocks_to_swap unsloth_offload_checkpointing blockwise_fused_optimizers | to save
           memory: base_model_precision = "int8-torchao" for a LoRA, or fsdp_cpu_offload; see docs/memory.md
-        - gradients are released at the end of a step | fused_backward_pass | see docs/memory.md
         - intervals are in steps here | save_every_n_epochs save_n_epoch_ratio | --checkpoint_step_interval=N
         - intervals are in steps here | sample_every_n_epochs | --validation_step_interval=N
         - no images are sampled before the first step | sample_at_first

@@ -41,7 +41,7 @@ TRAINING_KEYS: Mapping[str, Rule] = {
     "optimizer_offload_gradients": refused(
         "gradients stay on the device", "use FSDP2 with fsdp_cpu_offload, or DeepSpeed", False
     ),
-    "optimizer_release_gradients": ignored("gradients are released after each step", False),
+    "optimizer_release_gradients": renamed("release_gradients", neutral=(False,)),
     "fuse_optimizer": ignored("fused optimizers are used where there are any"),
     "prodigy_steps": ignored("it belongs to Prodigy"),
     "train_text_encoder": refused(_TEXT_ENCODERS, "set it to false", False),

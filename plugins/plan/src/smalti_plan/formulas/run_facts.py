@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from smalti.config import Config, DataOptions, LaunchOptions, OptimizerOptions, TrainingOptions
@@ -17,11 +18,11 @@ _UPDATES = ("weights_dtype", "bf16_update", "release_gradients")
 
 @dataclass(frozen=True, kw_only=True)
 class RunFacts:
-    """`state_bytes` of the optimizer for each parameter that trains, without its `factors` (`with_factors`). `ema` and
-    `ema_on_device`: EMA is kept, and where.
+    """`state_bytes` of the optimizer for each parameter that trains, without what depends on the model and on the way to train
+    (`of_way`): its `factors`, and `rest_bytes` of weights in bf16. `ema` and `ema_on_device`: EMA is kept, and where.
 
     `bf16_weights`: weights that train are kept in bf16, with their gradients. `releases_gradients`: each is freed in the
-    backward pass. `activations_on_host`: what recomputation keeps waits in host memory.
+    backward pass. `activations_on_host`: what recomputation keeps waits in host memory. A way to train may set these three.
 
     `effective_batch` is to be kept by every way to train, `ranks` are those that are configured. `products` is the type of
     matrix products. `notices` say what was assumed.
@@ -36,7 +37,9 @@ class RunFacts:
     activations_on_host: bool = False
     notices: tuple[str, ...] = ()
     factors: int = 0
+    factors_flattened: bool = False
     bf16_weights: bool = False
+    rest_bytes: float = 0.0
     releases_gradients: bool = False
 
     @classmethod
@@ -52,9 +55,8 @@ class RunFacts:
             )
         # Options of a package that may not be there.
         given = {name: config.value(name) for name in _UPDATES if name in config.schema.options}
-        kahan = 2.0 if given.get("weights_dtype") == "bf16" and given["bf16_update"] == "kahan" else 0.0
         return cls(
-            state_bytes=(_ADAM_BYTES if entry.state_bytes is None else entry.state_bytes) + kahan,
+            state_bytes=_ADAM_BYTES if entry.state_bytes is None else entry.state_bytes,
             ema=training.use_ema,
             ema_on_device=training.use_ema and training.ema_device == "accelerator",
             products=products(config, kind),
@@ -63,11 +65,23 @@ class RunFacts:
             activations_on_host=bool(config.values().get("offload_activations")),
             notices=tuple(notices),
             factors=entry.factors,
+            factors_flattened=entry.factors_flattened,
             bf16_weights=given.get("weights_dtype") == "bf16",
+            rest_bytes=2.0 if given.get("bf16_update") == "kahan" else 0.0,
             releases_gradients=bool(given.get("release_gradients")),
         )
 
-    def with_factors(self, model: ModelFacts) -> RunFacts:
-        """With the rows and columns that the optimizer keeps of this model counted in `state_bytes`."""
-        more = 4 * self.factors * model.factors / max(1, model.trained)
-        return replace(self, state_bytes=self.state_bytes + more, factors=0)
+    def of_way(self, options: Mapping[str, object]) -> RunFacts:
+        """Of a way to train that sets these options."""
+        return replace(
+            self,
+            bf16_weights=options["weights_dtype"] == "bf16" if "weights_dtype" in options else self.bf16_weights,
+            releases_gradients=bool(options.get("release_gradients", self.releases_gradients)),
+            activations_on_host=bool(options.get("offload_activations", self.activations_on_host)),
+        )
+
+    def with_state(self, model: ModelFacts) -> RunFacts:
+        """With all that the optimizer keeps of this model counted in `state_bytes`."""
+        numbers = model.flattened_factors if self.factors_flattened else model.factors
+        more = 4 * self.factors * numbers / max(1, model.trained) + (self.rest_bytes if self.bf16_weights else 0)
+        return replace(self, state_bytes=self.state_bytes + more, factors=0, rest_bytes=0)

@@ -21,6 +21,11 @@ from smalti_plan.records import Candidate
 _HOST_MEMORY = 150e9
 """Bytes per second that the processors of a node read and write, shared by its ranks: between a desktop's and a server's."""
 
+_RELEASED, _IN_BF16 = 6, 51
+"""Operations in a step for each tensor, counted on CPUs: to update it in the backward pass, and to update one in bf16."""
+_ROUNDING = 210
+"""Bytes that these operations read and write for each weight in bf16 that is rounded at random: 22 passes over it."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Efficiency:
@@ -76,7 +81,8 @@ def time_of(
     passes = _passes(model, run, strategy, candidate, device, efficiency)
     computing = times * sum(products for products, _ in passes)
     dispatch = times * sum(each if on_host else max(0.0, each - products) for products, each in passes)
-    dispatch += model.tensors * strategy.operations.get("step", 0) * efficiency.dispatch
+    own = (_RELEASED if run.releases_gradients else 0) + (_IN_BF16 if run.bf16_weights else 0)
+    dispatch += model.tensors * (strategy.operations.get("step", 0) + own) * efficiency.dispatch
     hidden = {"micro-batch": computing + dispatch, "step": max(passes[1])}
     sending = dict.fromkeys(hidden, 0.0)
     for each in strategy.communication:
@@ -144,7 +150,8 @@ def _stepping(
 ) -> float:
     """Weights and state are read and written, gradients are read; in host memory all ranks of a node share the bandwidth."""
     share = model.trained / strategy.divided.get("state", 1)
-    moved = share * (2 * 4 + 4 + 2 * run.state_bytes + (3 * 4 if run.ema else 0))
+    moved = share * (3 * (2 if run.bf16_weights else 4) + 2 * run.state_bytes + (3 * 4 if run.ema else 0))
+    moved += share * _ROUNDING if run.bf16_weights else 0
     if "state" in strategy.offloaded:
         return moved * world.local_size / (_HOST_MEMORY * efficiency.memory)
     return moved / (device.memory_bandwidth * efficiency.memory)

@@ -20,7 +20,7 @@ from smalti_plan.counted import facts_of
 from smalti_plan.fit import ALLOWANCES
 from smalti_plan.formulas.run_facts import RunFacts
 from smalti_plan.here import detected, named_device
-from smalti_plan.limit.search import Search, host_of, seconds_of, settings, with_options
+from smalti_plan.limit.search import WEIGHTS_DTYPE, Search, host_of, seconds_of, settings, with_options
 from smalti_plan.options import AUTO, PlanOptions
 from smalti_plan.report import flags
 
@@ -102,7 +102,7 @@ def _chosen(config: Config, fixed: frozenset[str], earlier: Mapping[str, object]
     device, host = _limited(config, local)
     model, run = facts_of(config, plugins, device.kind), RunFacts.of(config, plugins, device.kind)
     run = replace(run, effective_batch=batch or run.effective_batch)
-    stored = {name for storage in (model.frozen, *model.smaller) for name in storage.options}
+    stored = {WEIGHTS_DTYPE, *(name for storage in (model.frozen, *model.smaller) for name in storage.options)}
     found = Search(
         config=config,
         plugins=plugins,

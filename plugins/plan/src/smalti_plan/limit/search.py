@@ -18,6 +18,8 @@ from smalti_plan.fit import HOST_PROCESS, allowances
 from smalti_plan.formulas.run_facts import RunFacts
 from smalti_plan.report import flags
 
+WEIGHTS_DTYPE = "weights_dtype"
+"""The option, of another package, for the type of the weights that train."""
 _ENCODING = 2700
 """Bytes that an autoencoder needs for each pixel of a micro-batch while it encodes it in fp32: rehearsals count up to 2,570."""
 
@@ -45,12 +47,13 @@ class Search:
     def best(self) -> Choice:
         """The fastest one that fits for sure, else the one that needs least of those that may fit.
 
-        Raises UserError with the smallest one, and with what bars smaller ones, if nothing fits.
+        Weights are in less precision only where nothing else fits so. Raises UserError with the smallest way, and with what
+        bars smaller ones, if nothing fits.
         """
         found = self.ways(self.fixed)
         refused: list[str] = []
         within = [each for each in found if fits(each, self.device, self.host)]
-        for choice in sorted(within, key=lambda each: 0 if each.fit.level == "fits" else _need(each)):
+        for choice in sorted(within, key=self._rank):
             if not (problems := self.refused(choice)):
                 return choice
             refused += [f"{choice.strategy.title}: {problems[0].message}"]
@@ -58,7 +61,7 @@ class Search:
 
     def ways(self, fixed: Collection[str]) -> list[Choice]:
         """All ways that leave the options `fixed` and the kept ones as they are, those that fit on the device first."""
-        strategies = strategies_for(self.config, self.plugins, self.world)
+        strategies = strategies_for(self.config, self.plugins, self.world, combined=True)
         return choices(
             self.model,
             self.run,
@@ -66,7 +69,19 @@ class Search:
             self.device,
             self.world,
             admits=lambda choice: not any(True for _ in self._changed(choice, fixed)),
+            everything=True,
         )
+
+    def _rank(self, choice: Choice) -> tuple[bool, bool, int]:
+        """For a stable sort of what is in the order of `ways`."""
+        may_fit = choice.fit.level != "fits"
+        return may_fit, self.is_rounded(choice), _need(choice) if may_fit else 0
+
+    def is_rounded(self, choice: Choice) -> bool:
+        """Whether a choice keeps weights in less precision than a run does by default, and so computes other numbers."""
+        names = {WEIGHTS_DTYPE, *(name for storage in self.model.smaller for name in storage.options)}
+        options, declared = settings(choice, self.config), self.config.schema.options
+        return any(options[name] != declared[name].default for name in names & options.keys())
 
     def _changed(self, choice: Choice, fixed: Collection[str]) -> Iterator[str]:
         """The options of these and the kept ones to which a choice gives other values."""
