@@ -20,9 +20,10 @@ from torch.utils._pytree import tree_leaves
 from smalti import ConfigError, FrozenStorage, RankInfo, UserError, World
 from smalti.checkpoint.conversion.formats import OwnCheckpoint
 from smalti.config.resolution import resolve
+from smalti.launch.checks import check_sharding
 from smalti.models.weights import materialise, without_weights
 from smalti.plugins.discovery import load_plugins
-from smalti.plugins.lookup import check_sharding, choose_distributed, find_family
+from smalti.plugins.lookup import choose_distributed, find_family
 from smalti.plugins.schema import check, schema_of
 from smalti_diffusers.lora.assistant import ASSISTANT
 from smalti_diffusers.lora.quantisation import QuantisedLinear, _restored as restored, check_device, quantise, storage

@@ -32,18 +32,3 @@ def test_a_process_that_was_killed_is_dead_even_before_its_parent_looks() -> Non
         while process.alive():
             pass
         assert (alive, child.returncode) == (True, None)
-
-
-def test_a_rank_may_open_as_many_files_as_the_system_allows():
-    script = "\n".join(
-        (
-            "import resource",
-            "from smalti.system.process import raise_open_files_limit",
-            "hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]",
-            "resource.setrlimit(resource.RLIMIT_NOFILE, (64, hard))",
-            "raise_open_files_limit()",
-            "print(resource.getrlimit(resource.RLIMIT_NOFILE)[0] == min(hard, 65_536) > 64)",
-        )
-    )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
-    assert done.stdout == "True\n", done.stderr

@@ -29,7 +29,6 @@ from smalti.errors import CheckpointError, ConfigError, InvalidOptionError, Prob
 from smalti.hookspecs import HookSpecs
 from smalti.plugins import (
     Plugins,
-    check_sharding,
     check_strategy,
     choose_distributed,
     create,
@@ -160,6 +159,14 @@ def _checked(config: Config, plugins: Plugins, *, thorough: bool, fetch: bool) -
         notices=(*distributed.notices, *notices),
     )
     return checks, made
+
+
+def check_sharding(plan: DistributedPlan, family: ModelFamily) -> None:
+    """Raises UserError for a model that cannot be sharded, if the strategy shards it."""
+    if plan.shards and (reason := family.indivisible):
+        raise UserError(
+            f"{plan.title} cannot shard {reason}", fix="train in one process or with DDP, or remove the option that asks for it"
+        )
 
 
 def launch_entry(config: Config, plugins: Plugins, environment: Mapping[str, str]) -> LaunchEntry | None:

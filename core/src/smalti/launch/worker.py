@@ -10,6 +10,7 @@ import logging
 import os
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -30,10 +31,12 @@ from smalti.system import (
     importing,
     keep_imports,
     launched,
-    raise_open_files_limit,
     record_hook_in,
     write_exit_report,
 )
+
+_OPEN_FILES = 2**16
+"""Enough for 10,000 ranks."""
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -48,7 +51,7 @@ def main(arguments: list[str] | None = None) -> None:
         ignore_signals_after_command()
         keep_imports()
         die_with_parent()
-        raise_open_files_limit()
+        _raise_open_files_limit()
     with importing():
         from torch.distributed.elastic.multiprocessing.errors import record
 
@@ -82,6 +85,23 @@ def _work(directory: Path) -> None:
             sys.exit(int(exit_code_of(error)))
         raise
     write_exit_report(outcome.exit_code, outcome.message)
+
+
+def _raise_open_files_limit() -> None:
+    """Raise the limit of open files to what the system allows, at most 65,536.
+
+    Each gloo process group connects every rank with every other one, and a run has several groups. At some hundred ranks, the
+    usual limit of 1,024 open files is too low.
+    """
+    if sys.platform == "win32":
+        return
+    import resource
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    limit = _OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, _OPEN_FILES)
+    if soft != resource.RLIM_INFINITY and soft < limit:
+        with suppress(ValueError, OSError):  # macOS enforces a lower limit
+            resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
 
 
 def load_run(directory: Path) -> tuple[Config, Plugins]:

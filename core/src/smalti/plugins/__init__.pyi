@@ -2,7 +2,6 @@ from .caches import Cache as Cache, CacheFile as CacheFile
 from .discovery import BUILT_IN as BUILT_IN, GROUP as GROUP, Selection as Selection, load_plugins as load_plugins
 from .factories import create as create, named as named
 from .lookup import (
-    check_sharding as check_sharding,
     check_strategy as check_strategy,
     choose_distributed as choose_distributed,
     family_entry as family_entry,

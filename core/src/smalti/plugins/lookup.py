@@ -5,14 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, TypeVar, cast
 
-from smalti.config import (
-    Config,
-    ModelOptions,
-    OptimizerOptions,
-    family_packages,
-    package_of,
-    package_of_family,
-)
+from smalti.config import Config, ModelOptions, OptimizerOptions, family_packages, package_of, package_of_family
 from smalti.errors import BrokenPlugin, MissingPlugin, UserError, did_you_mean
 from smalti.hookspecs import HookSpecs
 from smalti.plugins.factories import create
@@ -134,14 +127,6 @@ def check_strategy(plan: DistributedPlan, config: Config, plugins: Plugins) -> N
         raise UserError(
             f"{chosen.title} does not work under {plan.title}, where a rank holds {parts} of parameters",
             fix=f"--optimizer=adamw, or another one of {others}",
-        )
-
-
-def check_sharding(plan: DistributedPlan, family: ModelFamily) -> None:
-    """Raises UserError for a model that cannot be sharded, if the strategy shards it."""
-    if plan.shards and (reason := family.indivisible):
-        raise UserError(
-            f"{plan.title} cannot shard {reason}", fix="train in one process or with DDP, or remove the option that asks for it"
         )
 
 

@@ -57,7 +57,6 @@ from .process import (
     Process as Process,
     die_with_parent as die_with_parent,
     kill_tree as kill_tree,
-    raise_open_files_limit as raise_open_files_limit,
     usable_cores as usable_cores,
 )
 from .process_exit import ProcessExit as ProcessExit

@@ -11,7 +11,6 @@ import os
 import signal
 import socket
 import sys
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -20,8 +19,6 @@ from typing import Annotated
 from pydantic import AliasChoices, Field
 
 _PROC = Path("/proc")
-_OPEN_FILES = 2**16
-"""Enough for 10,000 ranks."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,23 +77,6 @@ class Process:
 def usable_cores() -> int:
     """The number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def raise_open_files_limit() -> None:
-    """Raise the limit of open files to what the system allows, at most 65,536.
-
-    Each gloo process group connects every rank with every other one, and a run has several groups. At some hundred ranks, the
-    usual limit of 1,024 open files is too low.
-    """
-    if sys.platform == "win32":
-        return
-    import resource
-
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    limit = _OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, _OPEN_FILES)
-    if soft != resource.RLIM_INFINITY and soft < limit:
-        with suppress(ValueError, OSError):  # macOS enforces a lower limit
-            resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
 
 
 @cache

@@ -99,7 +99,7 @@ class MetadataEntry(Registered):
 class ColumnEntry(Registered):
     """A column of batches: what datasets have for each image beside the image and its captions, such as a mask.
 
-    `name` is its name in `smalti.data.MicroBatch.columns`. Both others are "module:callable". `keys` is a subclass of
+    `name` is its name in the columns of a `smalti.data.MicroBatch`. Both others are "module:callable". `keys` is a subclass of
     `smalti.data.ColumnKeys`: the keys of a dataset entry that belong to the column. `factory` is called for a dataset with at
     least one of them: it takes its `DatasetSpec`, these keys, the `smalti.data.Catalog` and the specs of all datasets, and
     returns a `smalti.data.Column`. It is called in the launcher and on every rank, and reads no file.

@@ -11,8 +11,8 @@ from smalti import Config, OptionGroup, Options, Problem, Texts, option
 class ObjectivesOptions(Options):
     preserve: Literal["class", "blank", "prompts"] | None = option(
         None,
-        help="Hold an adapter to the model without it for another caption of each image. `class`: its caption with"
-        " `preserve_class` in place of the trigger word. `blank`: the empty prompt. `prompts`: one of `preserve_prompts`.",
+        help="Hold the adapted model to the one without the adapter, for another caption of each image. `class` means its own"
+        " with `preserve_class` for the trigger word, `prompts` one of `preserve_prompts`.",
         tradeoff="other prompts stay as they were; a step takes about 2.4 times as long",
     )
     preserve_weight: float = option(

@@ -25,11 +25,11 @@ class TimestepRange(Term):
         self.low, self.high = low, high
 
     def timesteps(self, sampler: TimestepSampler) -> TimestepSampler:
-        return CutSampler(sampler=sampler, low=self.low, high=self.high)
+        return TruncatedSampler(sampler=sampler, low=self.low, high=self.high)
 
 
 @dataclass(frozen=True, kw_only=True)
-class CutSampler(TimestepSampler):
+class TruncatedSampler(TimestepSampler):
     """The times of another sampler between `low` and `high`."""
 
     sampler: TimestepSampler
