@@ -6,8 +6,10 @@ import pytest
 from PIL import Image
 
 from smalti import DistributedPlan, FamilyEntry, hookimpl
+from smalti.config import resolve
 from smalti.errors import ConfigError, MissingPlugin, PreflightError, UserError
 from smalti.launch.preflight import Preparation
+from smalti.plugins import Selection, load_plugins, schema_of
 from smalti.plugins.registry import PluginInfo
 from smalti_testing import TinyFamily
 
@@ -137,6 +139,18 @@ def test_entries_of_caches_that_do_nothing_are_told(configure, plugins, tmp_path
     config = configure(*flags, f"--data_backend_config={data}")
     [notice] = Preparation.of(config, plugins, write=False).notices
     assert "without effect: more;" in notice
+
+
+def test_datasets_that_only_a_package_uses_are_refused_without_it(tmp_path, write):
+    folder, plugins = {"instance_data_dir": str(tmp_path)}, load_plugins(Selection(only=("toy",)))
+    entries = [{"id": "a", **folder}, {"id": "b", **folder, "is_regularisation_data": True}]
+    data = write("data.json", json.dumps([*entries, {"id": "c", **folder, "dataset_type": "eval"}]))
+    flags = ("--model_family=toy", "--max_train_steps=1", f"--data_backend_config={data}", f"--output_dir={tmp_path / 'run'}")
+    with pytest.raises(ConfigError) as caught:
+        Preparation.of(resolve(schema_of(plugins), flags, environment={}), plugins, write=False)
+    told = {problem.where: problem.message for problem in caught.value.problems}
+    assert "is_regularisation_data needs smalti-objectives" in told["dataset 'b'"]
+    assert "the dataset_type eval needs smalti-validation" in told["dataset 'c'"]
 
 
 class Encoding(TinyFamily):
