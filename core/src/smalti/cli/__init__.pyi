@@ -1,4 +1,5 @@
 from .arguments import CommandLine as CommandLine, pop_flag as pop_flag
+from .checkpoint import step_or_best as step_or_best
 from .entry import main as main, main_train as main_train
 from .output import (
     counted as counted,

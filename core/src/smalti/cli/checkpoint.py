@@ -1,4 +1,4 @@
-"""`smalti checkpoint`: list, inspect, verify and export checkpoints. No command changes a checkpoint.
+"""`smalti checkpoint`: list, verify and export checkpoints. No command changes a checkpoint.
 
 Importing this module imports no torch; only `export` needs it. `verify` exits with 1 if anything is damaged. All commands exit
 with 2 if there is no checkpoint.
@@ -8,20 +8,19 @@ from __future__ import annotations
 
 import json
 import os
-from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from textwrap import indent
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Literal
 
 import click
 
-from smalti.checkpoint import ListedCheckpoint, Manifest, StoredTensor, check_new
+from smalti.checkpoint import ListedCheckpoint, Manifest, check_new
 from smalti.cli.output import counted, format_bytes, print_table, progress_bar
 from smalti.cli.pages.help import Group
 from smalti.cli.places import LocalPlace, Place, place_at
-from smalti.errors import CheckpointError, UserError
+from smalti.errors import UserError
 from smalti.plugins import load_plugins, selection_of
 from smalti.system import parse_bytes
 
@@ -41,6 +40,15 @@ def _file_size(text: str) -> int:
     return size
 
 
+def step_or_best(text: str) -> int | Literal["best"]:
+    """The value of `--step`. Raises UserError."""
+    if text == "best":
+        return "best"
+    if not text.isdecimal():
+        raise UserError(f"--step: {text!r} is not a step", fix="give a number, or best")
+    return int(text)
+
+
 _as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 
 
@@ -54,7 +62,7 @@ _as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
     ),
 )
 def checkpoint() -> None:
-    """List, inspect, verify and export checkpoints."""
+    """List, verify and export checkpoints."""
 
 
 @checkpoint.command("ls", examples=("smalti checkpoint ls runs/first",))
@@ -62,63 +70,17 @@ def checkpoint() -> None:
 @_as_json
 def list_checkpoints(run_dir: Place, as_json: bool) -> None:
     """List the checkpoints of RUN_DIR, a folder or URL. Reads only their manifests; `verify` reads everything."""
-    found = run_dir.checkpoints()
+    found, best = run_dir.checkpoints(), run_dir.best()
     if as_json:
-        _print_json([_listed_as_json(each) for each in found])
+        _print_json([_listed_as_json(each) | {"best": each.name == best} for each in found])
         return
     rows = [
-        (each.name, format_bytes(m.size), str(m.world_size), m.created, ", ".join(m.flags))
+        (each.name, format_bytes(m.size), str(m.world_size), m.created, ", ".join(("best",) * (each.name == best) + m.flags))
         if (m := each.manifest)
         else (each.name, "", "", "", f"not usable: {each.problem}")
         for each in found
     ]
     print_table(("checkpoint", "size", "ranks", "made", ""), rows, right=(1, 2))
-
-
-@checkpoint.command(
-    "inspect",
-    examples=(
-        "smalti checkpoint inspect runs/first",
-        "smalti checkpoint inspect runs/first/checkpoints/step-00001000 --tensors",
-    ),
-)
-@click.argument("path", type=place_at)
-@click.option("--tensors", is_flag=True, help="List every tensor with its shape.")
-@_as_json
-def inspect_checkpoint(path: Place, tensors: bool, as_json: bool) -> None:
-    """Show what a checkpoint contains.
-
-    PATH is the path or URL of a checkpoint, or of a run directory (its newest). Contents are not verified.
-    """
-    found = path.newest()
-    if (manifest := found.manifest) is None:
-        raise CheckpointError(f"{found.path}: {found.problem}", fix="give another checkpoint of the run, or its directory")
-    groups = path.tensors(found)
-    made_with = cast(Mapping[str, str], path.state(found).trainer.get("made_with", {}))
-    if as_json:
-        _print_json(
-            {**_manifest_as_json(found.path, manifest), "made_with": made_with, "groups": _groups_as_json(groups, tensors)}
-        )
-        return
-    facts = {
-        "checkpoint": found.path,
-        "step": str(manifest.step),
-        "made": f"{manifest.created} by {counted(manifest.world_size, 'rank')}",
-        "size": f"{format_bytes(manifest.size)} in {counted(len(manifest.files), 'file')}",
-        **{name.replace("_", " "): value for name, value in made_with.items()},
-        "config": manifest.config_digest,
-        "plugins": ", ".join(manifest.plugins),
-        "flags": ", ".join(manifest.flags),
-    }
-    for name, value in facts.items():
-        if value:
-            click.echo(f"{name:<12}{value}")
-    for group, stored in groups.items():
-        size = f"{_elements(stored):,} elements, {format_bytes(_size(stored))}"
-        click.echo(f"\n{group}: {counted(len(stored), 'tensor')}, {size}, {_types(stored)}")
-        if tensors:
-            rows = [(name, t.dtype, str(list(t.shape)), format_bytes(t.size)) for name, t in stored.items()]
-            print_table(("name", "type", "shape", "size"), rows, right=(3,))
 
 
 @checkpoint.command("verify", examples=("smalti checkpoint verify runs/first", "smalti checkpoint verify runs/first --json"))
@@ -155,7 +117,12 @@ def verify_checkpoints(context: click.Context, path: Place, as_json: bool) -> No
 )
 @click.argument("path", type=place_at)
 @click.option("--to", "target", required=True, metavar="FOLDER", type=_NEW, help="Folder to create. It must not exist yet.")
-@click.option("--step", type=click.IntRange(min=0), help="Step of the checkpoint. Default: the newest one that is intact.")
+@click.option(
+    "--step",
+    type=step_or_best,
+    metavar="STEP",
+    help='Step of the checkpoint, or "best": the one with the best evaluation. Default: the newest one that is intact.',
+)
 @click.option(
     "--ema/--raw",
     "averaged",
@@ -203,7 +170,7 @@ def verify_checkpoints(context: click.Context, path: Place, as_json: bool) -> No
 def export_checkpoint(
     path: Place,
     target: Path,
-    step: int | None,
+    step: int | Literal["best"] | None,
     averaged: bool | None,
     format: str | None,
     merge: bool,
@@ -256,7 +223,7 @@ def export_checkpoint(
 
 
 @contextmanager
-def _exported(place: Place, target: Path, groups: Collection[str], step: int | None) -> Iterator[Path]:
+def _exported(place: Place, target: Path, groups: Collection[str], step: int | Literal["best"] | None) -> Iterator[Path]:
     """The run or checkpoint to export."""
     if isinstance(place, LocalPlace):
         yield place.path
@@ -280,14 +247,6 @@ def _manifest_as_json(path: str, manifest: Manifest) -> dict[str, object]:
     return {"path": path, "size": manifest.size, **fields}
 
 
-def _groups_as_json(groups: Mapping[str, Mapping[str, StoredTensor]], tensors: bool) -> dict[str, object]:
-    return {
-        group: {"tensors": len(found), "elements": _elements(found), "size": _size(found)}
-        | ({"contents": {name: vars(tensor) for name, tensor in found.items()}} if tensors else {})
-        for group, found in groups.items()
-    }
-
-
 def _print_verification(each: ListedCheckpoint, problems: Sequence[str]) -> None:
     if each.manifest and not problems:
         click.echo(f"{each.name}  ok  {format_bytes(each.manifest.size)}")
@@ -299,16 +258,3 @@ def _print_verification(each: ListedCheckpoint, problems: Sequence[str]) -> None
 
 def _print_json(value: object) -> None:
     click.echo(json.dumps(value, indent=2, ensure_ascii=False))
-
-
-def _elements(tensors: Mapping[str, StoredTensor]) -> int:
-    return sum(tensor.elements for tensor in tensors.values())
-
-
-def _size(tensors: Mapping[str, StoredTensor]) -> int:
-    return sum(tensor.size for tensor in tensors.values())
-
-
-def _types(tensors: Mapping[str, StoredTensor]) -> str:
-    types = Counter(tensor.dtype for tensor in tensors.values())
-    return ", ".join(dtype for dtype, _ in types.most_common())

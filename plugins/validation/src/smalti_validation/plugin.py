@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from smalti import PeriodicEntry, Problem, UserError, hookimpl, problems_in
 
 if TYPE_CHECKING:
-    from smalti import Config, OptionGroup
+    from smalti import CommandCollector, Config, OptionGroup
 
 IMAGES = PeriodicEntry(name="validation", title="validation images", factory="smalti_validation.work:validation_of")
 LOSS = PeriodicEntry(
@@ -34,6 +34,11 @@ class ValidationPlugin:
         except UserError as error:
             return list(problems_in(error))
         return []
+
+    @hookimpl
+    def register_commands(self, commands: CommandCollector) -> None:
+        summary = "Show which noise levels overfit, and which held-out images improve least."
+        commands.below("run").add_deferred("smalti_validation.command:report", summary)
 
     @hookimpl
     def register_periodic_work(self) -> list[PeriodicEntry]:
