@@ -20,6 +20,7 @@ from smalti.plugins.discovery import Selection, load_plugins
 from smalti.plugins.registry import PluginInfo
 from smalti.plugins.schema import schema_of
 from smalti_toy.family import ToyShape, ToyTransformer
+from smalti_validation.drift import drift, pixels
 from support.forked_ranks import forked_processes
 
 FLAGS = (
@@ -116,7 +117,8 @@ def _toy() -> ToyTransformer:
 @pytest.fixture(scope="module")
 def evaluated(root) -> list[dict]:
     flags = ("--eval_steps_interval=2", "--use_ema", "--learning_rate=1e-2", "--train_batch_size=2")
-    return train(root / "evaluated", [TRAINED, HELD_OUT], *flags)
+    sampled = ("--validation_prompt=a face", "--validation_base_model", "--validation_num_inference_steps=2")
+    return train(root / "evaluated", [TRAINED, HELD_OUT], *flags, *sampled)
 
 
 @pytest.fixture(scope="module")
@@ -143,6 +145,15 @@ def test_the_loss_is_measured_at_its_interval_and_at_the_end(evaluated):
 def test_hook_on_evaluation_gets_what_was_measured(evaluated):
     last = evaluations(evaluated)[-1]
     assert (last["step"], last["loss"]) in [(step, result.loss) for step, result in listener.heard]
+
+
+def test_trackers_get_the_change_and_the_drift_from_the_model_before_training(root, evaluated):
+    change = evaluations(evaluated)[-1]["change"]
+    found = dict(listener.metrics[4])
+    assert (found["eval_loss/change"], found["eval_loss/change_interval"]) == (change["loss"], change["interval"])
+    now, before = (pixels(root / "evaluated" / "samples" / f"{step:08d}" / "00-a-face.png") for step in (4, 0))
+    assert (found["drift/mse"], found["drift/ssim"]) == pytest.approx(drift(now, before))
+    assert 0 < found["drift/mse"] < 1
 
 
 def test_the_loss_is_the_mean_over_equally_spaced_timesteps(evaluated):

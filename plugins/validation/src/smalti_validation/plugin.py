@@ -13,6 +13,9 @@ IMAGES = PeriodicEntry(name="validation", title="validation images", factory="sm
 LOSS = PeriodicEntry(
     name="evaluation", title="loss on held-out images", factory="smalti_validation.evaluation:Evaluation", order=1
 )
+SCORES = PeriodicEntry(
+    name="scores", title="scores of validation images", factory="smalti_validation.scores:scores_of", order=2
+)
 
 
 class ValidationPlugin:
@@ -42,7 +45,7 @@ class ValidationPlugin:
 
     @hookimpl
     def register_periodic_work(self) -> list[PeriodicEntry]:
-        return [IMAGES, LOSS]
+        return [IMAGES, LOSS, SCORES]
 
 
 plugin = ValidationPlugin()
