@@ -22,6 +22,7 @@ from smalti.cli.train import _FLAGS
 from smalti.config.config import PER_MACHINE
 from smalti.config.known_packages import PACKAGES, PLUGINS
 from smalti.config.options import Schema
+from smalti.hookspecs import HookSpecs
 from smalti.plugins.discovery import BUILT_IN, Selection, load_plugins
 from smalti.plugins.schema import schema_of
 from smalti.types import Deferred
@@ -256,6 +257,49 @@ def test_the_core_names_no_other_option_of_a_package(root):
         if names := {match[1] or match[2] for match in named}:
             found[path.relative_to(base).as_posix()] = names
     assert found == NAMED
+
+
+def _texts(node: ast.AST) -> Iterator[str]:
+    """The texts in code without docstrings; a NUL stands for what an f-string computes."""
+    left_out = {id(each.value) for each in ast.walk(node) if isinstance(each, ast.Expr)}
+    left_out |= {id(part) for each in ast.walk(node) if isinstance(each, ast.JoinedStr) for part in each.values}
+    for each in ast.walk(node):
+        if id(each) in left_out:
+            continue
+        if isinstance(each, ast.Constant) and isinstance(each.value, str):
+            yield each.value
+        elif isinstance(each, ast.JoinedStr):
+            yield "".join(str(part.value) if isinstance(part, ast.Constant) else "\0" for part in each.values)
+
+
+def _is_command(words: list[str]) -> bool:
+    """Whether these are a command, with arguments perhaps; "smalti" alone is none."""
+    path = max((name for name in COMMANDS if words[: len(name.split())] == name.split()), key=len)
+    return path != "smalti" and not (isinstance(COMMANDS[path].command, click.Group) and len(words) > len(path.split()))
+
+
+FOREIGN_FLAGS = ("--help", "--config", "--constraint", "--array")
+"""Flags in fix lines that are no options: two of `smalti train` itself, and those of sbatch."""
+
+
+def test_what_messages_and_their_fixes_name_is_there(root, official):
+    own = {flag for each in COMMANDS.values() for param in each.command.params for flag in (*param.opts, *param.secondary_opts)}
+    wrong = []
+    for path in (*root.glob("core/src/**/*.py"), *root.glob("plugins/*/src/**/*.py")):
+        tree = ast.parse(path.read_text())
+        texts = "\n".join(_texts(tree))
+        fixes = (each.value for each in ast.walk(tree) if isinstance(each, ast.keyword) and each.arg == "fix")
+        flags = re.findall(
+            r"(?<![\w-])--[a-z][a-z0-9_]+(?![a-z0-9_\0-])", "\n".join(text for fix in fixes for text in _texts(fix))
+        )
+        names = {
+            "hook": [name for name in re.findall(r"hooks? ['\"`]?([a-z]+(?:_[a-z]+)+)", texts) if not hasattr(HookSpecs, name)],
+            "page": [page for page in re.findall(r"docs/[\w/.-]+\.md", texts) if not (root / page).is_file()],
+            "command": [words for words in re.findall(r"`(smalti [a-z0-9_ -]+)", texts) if not _is_command(words.split())],
+            "flag": [flag for flag in flags if flag not in own and official.find(flag.replace("--no_", "--", 1)) is None],
+        }
+        wrong += [(path.name, kind, name) for kind, found in names.items() for name in found if name not in FOREIGN_FLAGS]
+    assert wrong == []
 
 
 def test_every_built_in_plugin_is_loaded(root):

@@ -54,6 +54,7 @@ NAMES = {
 """Words of names in snake_case, the plural included -> what to use instead."""
 ALLOWED = {
     "patience": "the option --patience of smalti run watch",
+    "eval_patience": "what early stopping calls it everywhere",
     "refuse_foreign_files": "files that no run has written, not checkpoints of other trainers",
 }
 """Names that have such words all the same -> why."""

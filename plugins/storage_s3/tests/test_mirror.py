@@ -10,13 +10,14 @@ from pathlib import Path
 import pytest
 
 from smalti import CheckpointError, UserError
-from smalti.checkpoint import SUSPECT, CheckpointStore, verify
+from smalti.checkpoint import RANKING, SUSPECT, CheckpointStore, verify
 from smalti.checkpoint.format.state_file import State
 from smalti.config import RunOptions
 from smalti.data import LocalStorage, Storage, StoredFile
 from smalti.errors import InUseError
 from smalti.rundir import RunDirectory, acquire
 from smalti_data.remote.checkpoints import RemoteRun
+from smalti_data.remote.place import RemotePlace
 from smalti_storage_s3.mirror.ownership import Lease, SupersededError, owner_of
 from smalti_storage_s3.mirror.place import Access
 from smalti_storage_s3.mirror.pulling import pull
@@ -239,6 +240,24 @@ def test_old_checkpoints_are_removed_oldest_first_and_suspect_ones_do_not_count(
         uploads.push_newest()
     assert uploads.rotate() == ["step-00000001"]
     assert names(storage) == ["step-00000002", "step-00000003", "step-00000004"]
+
+
+def test_the_best_checkpoints_stay_in_the_mirror_and_come_back_with_their_ranking(run, place, tmp_path):
+    storage = LocalStorage(place)
+    uploads = uploader(run, storage, keep=1)
+    (run.path / "evaluations").mkdir()
+    (run.path / "evaluations" / "00000001.npy").write_bytes(b"losses")
+    for step in (1, 2, 3):
+        make(run.checkpoints, step)
+        (run.checkpoints / RANKING).write_text('{"keep": 1, "steps": [1, 2, 3]}')
+        uploads.push_newest()
+        uploads.rotate()
+    assert names(storage) == ["step-00000001", "step-00000003"]
+    assert RemotePlace("s3://bucket/run", lambda _url: LocalStorage(place)).best() == "step-00000001"
+    fresh = RunDirectory(tmp_path / "fresh")
+    path = pull(RemoteRun(storage), fresh, "best", lambda _sentence: None)
+    assert path == fresh.checkpoints / "step-00000001" == CheckpointStore(fresh.checkpoints).resolve("best")
+    assert (fresh.path / "evaluations" / "00000001.npy").read_bytes() == b"losses"
 
 
 def test_a_suspect_checkpoint_is_taken_only_where_there_is_no_other(run, place, tmp_path):

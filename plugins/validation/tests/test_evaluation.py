@@ -3,11 +3,14 @@
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from click.testing import CliRunner
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
+from smalti.cli.checkpoint import checkpoint
 from smalti.config.resolution import resolve
 from smalti.errors import PreflightError
 from smalti.hookspecs import hookimpl
@@ -17,6 +20,7 @@ from smalti.plugins.discovery import Selection, load_plugins
 from smalti.plugins.registry import PluginInfo
 from smalti.plugins.schema import schema_of
 from smalti_toy.family import ToyShape, ToyTransformer
+from smalti_validation.drift import drift, pixels
 from support.forked_ranks import forked_processes
 
 FLAGS = (
@@ -50,6 +54,11 @@ class Listener:
 
     def __init__(self):
         self.heard = []
+        self.metrics = {}
+
+    @hookimpl
+    def log_metrics(self, metrics, step):
+        self.metrics.setdefault(step, {}).update(metrics)
 
     @hookimpl
     def on_evaluation(self, state, result):
@@ -108,7 +117,8 @@ def _toy() -> ToyTransformer:
 @pytest.fixture(scope="module")
 def evaluated(root) -> list[dict]:
     flags = ("--eval_steps_interval=2", "--use_ema", "--learning_rate=1e-2", "--train_batch_size=2")
-    return train(root / "evaluated", [TRAINED, HELD_OUT], *flags)
+    sampled = ("--validation_prompt=a face", "--validation_base_model", "--validation_num_inference_steps=2")
+    return train(root / "evaluated", [TRAINED, HELD_OUT], *flags, *sampled)
 
 
 @pytest.fixture(scope="module")
@@ -120,6 +130,7 @@ def plain(root) -> list[dict]:
 def alone_and_together(root) -> tuple[dict, dict]:
     """The last evaluation of weights that do not move, on one rank and, sharded, on two."""
     flags = ("--learning_rate=0", "--sdpa_backend=math", f"--pretrained_model_name_or_path={root / 'first.safetensors'}")
+    flags += ("--eval_steps_interval=1", "--keep_best=1", "--eval_patience=2", "--max_train_steps=9")
     alone = train(root / "alone", [TRAINED, HELD_OUT], *flags, "--train_batch_size=2")
     together = (*flags, "--num_processes=2", "--fsdp_enable")
     with forked_processes(group=False) as pair:
@@ -134,6 +145,15 @@ def test_the_loss_is_measured_at_its_interval_and_at_the_end(evaluated):
 def test_hook_on_evaluation_gets_what_was_measured(evaluated):
     last = evaluations(evaluated)[-1]
     assert (last["step"], last["loss"]) in [(step, result.loss) for step, result in listener.heard]
+
+
+def test_trackers_get_the_change_and_the_drift_from_the_model_before_training(root, evaluated):
+    change = evaluations(evaluated)[-1]["change"]
+    found = dict(listener.metrics[4])
+    assert (found["eval_loss/change"], found["eval_loss/change_interval"]) == (change["loss"], change["interval"])
+    now, before = (pixels(root / "evaluated" / "samples" / f"{step:08d}" / "00-a-face.png") for step in (4, 0))
+    assert (found["drift/mse"], found["drift/ssim"]) == pytest.approx(drift(now, before))
+    assert 0 < found["drift/mse"] < 1
 
 
 def test_the_loss_is_the_mean_over_equally_spaced_timesteps(evaluated):
@@ -160,6 +180,24 @@ def test_two_ranks_measure_the_same_loss_as_one_to_the_last_bit(alone_and_togeth
     assert (together["loss"], together["by_timestep"]) == (alone["loss"], alone["by_timestep"])
 
 
+@pytest.mark.parametrize("name", ["alone", "together"])
+def test_two_ranks_keep_the_best_and_end_as_one_does(root, alone_and_together, name):
+    ranking = json.loads((root / name / "checkpoints" / "ranking.json").read_text())
+    assert ranking == json.loads((root / "alone" / "checkpoints" / "ranking.json").read_text())
+    assert ending(root / name) == ("finished", 4, "eval_loss has not improved in 2 evaluations since step 1")
+    assert saved(root / name) == ["step-00000001", "step-00000004"]
+
+
+def test_a_change_is_taken_image_by_image_over_the_same_noise(root, evaluated):
+    first, last = (np.load(root / "evaluated" / "evaluations" / f"{step:08d}.npy") for step in (2, 4))
+    assert (first["image"] == last["image"]).all()
+    differences = (last["losses"] - first["losses"]).mean(axis=1)
+    change = evaluations(evaluated)[-1]["change"]
+    assert (change["since"], change["loss"]) == (2, pytest.approx(differences.mean(), abs=1e-6))
+    assert change["interval"] == pytest.approx(2.365 * differences.std(ddof=1) / 8**0.5, rel=1e-3)
+    assert evaluations(evaluated)[0]["change"] is None
+
+
 def test_what_the_steps_say_of_the_device_is_in_their_events(plain):
     steps = [event for event in plain if event["type"] == "step"]
     assert all(event["peak_memory_mb"] > 10 for event in steps)
@@ -181,3 +219,85 @@ def test_only_so_many_pictures_are_evaluated_as_are_asked_for(root):
     assert preparation.data is not None
     assert preparation.data.held_out is not None
     assert sum(count.total for count in preparation.data.held_out.counts) == 3
+
+
+# --- the best checkpoint ------------------------------------------------------------------------------------------------
+
+WORSENING = ("--learning_rate=0.3", "--train_batch_size=2", "--checkpoints_total_limit=1", "--lr_warmup_steps=0")
+
+
+def saved(directory: Path) -> list[str]:
+    return sorted(path.name for path in (directory / "checkpoints").glob("step-*"))
+
+
+@pytest.fixture(scope="module")
+def kept(root) -> Path:
+    """A run that gets worse from step to step, in two launches, of which the second one keeps no checkpoints by itself."""
+    flags = (*WORSENING, "--eval_steps_interval=1", "--keep_best=1")
+    train(root / "kept", [TRAINED, HELD_OUT], *flags)
+    train(root / "kept", [TRAINED, HELD_OUT], *flags, "--max_train_steps=7", "--checkpoint_step_interval=1")
+    return root / "kept"
+
+
+def test_the_best_checkpoint_is_saved_and_stays(kept):
+    losses = {event["step"]: event["loss"] for event in evaluations(events(kept))}
+    best = min(losses, key=losses.__getitem__)
+    assert best < 4
+    assert saved(kept) == [f"step-{best:08d}", "step-00000007"]
+
+
+def test_the_best_checkpoint_is_marked_and_exported(kept, tmp_path):
+    best = saved(kept)[0]
+    listed = json.loads(CliRunner().invoke(checkpoint, ["ls", str(kept), "--json"]).output)
+    assert [Path(each["path"]).name for each in listed if each["best"]] == [best]
+    rows = CliRunner().invoke(checkpoint, ["ls", str(kept)]).output.splitlines()
+    assert [row.split()[0] for row in rows if row.endswith("  best")] == [best]
+    done = CliRunner().invoke(checkpoint, ["export", str(kept), f"--to={tmp_path / 'model'}", "--step=best"])
+    assert f"toy at step {int(best[5:])}," in done.output
+
+
+# --- patience -----------------------------------------------------------------------------------------------------------
+
+STILL = ("--learning_rate=0", "--train_batch_size=2", "--eval_steps_interval=1", "--max_train_steps=9")
+
+
+def ending(directory: Path) -> tuple[str, int, str]:
+    last = [event for event in events(directory) if event["type"] == "state"][-1]
+    return last["state"], last["step"], last["message"]
+
+
+def test_a_run_that_improves_no_more_ends_as_a_complete_one_over_all_its_launches(root, caplog):
+    directory = root / "still"
+    train(directory, [TRAINED, HELD_OUT], *STILL, "--eval_patience=3", "--max_train_steps=2")
+    train(directory, [TRAINED, HELD_OUT], *STILL, "--eval_patience=3")
+    told = "eval_loss has not improved in 3 evaluations since step 1"
+    assert ending(directory) == ("finished", 5, told)
+    assert saved(directory)[-1] == "step-00000005"
+    train(directory, [TRAINED, HELD_OUT], *STILL, "--eval_patience=3")
+    assert ending(directory)[:2] == ("finished", 5)
+    assert "in 4 evaluations since step 1; --eval_patience=7 continues the run" in caplog.text
+    train(directory, [TRAINED, HELD_OUT], *STILL, "--eval_patience=6", "--max_train_steps=6")
+    assert ending(directory) == ("finished", 6, "trained 6 steps")
+
+
+def test_an_evaluation_that_a_kill_cut_off_is_made_up_for(root):
+    directory = root / "cut"
+    train(directory, [TRAINED, HELD_OUT], *STILL, "--keep_best=1", "--max_train_steps=2")
+    file = directory / "checkpoints" / "ranking.json"
+    content = json.loads(file.read_text())
+    del content["evaluations"]["2"]
+    file.write_text(json.dumps(content | {"steps": [1]}))
+    told = train(directory, [TRAINED, HELD_OUT], *STILL, "--keep_best=1", "--max_train_steps=3")
+    assert [event["step"] for event in evaluations(told)] == [1, 2, 2, 3]
+
+
+def test_a_damaged_ranking_ends_nothing_and_removes_nothing(root):
+    directory = root / "damaged"
+    flags = (*STILL, "--keep_best=1", "--checkpoint_step_interval=1", "--checkpoints_total_limit=1")
+    train(directory, [TRAINED, HELD_OUT], *flags, "--max_train_steps=2")
+    before = saved(directory)
+    (directory / "checkpoints" / "ranking.json").write_text("{")
+    told = train(directory, [TRAINED, HELD_OUT], *flags, "--max_train_steps=3")
+    warned = [event["message"] for event in told if event["type"] == "warning"]
+    assert any("ranking.json is damaged" in message for message in warned)
+    assert (saved(directory), before) == (["step-00000001", "step-00000002", "step-00000003"], before)

@@ -12,7 +12,7 @@ from hypothesis import given, settings, strategies as st
 from smalti.checkpoint.format.manifest import SUSPECT
 from smalti.checkpoint.format.safetensors_layout import Chunk, encode_header, read_layout, stored_tensors
 from smalti.checkpoint.format.state_file import State
-from smalti.checkpoint.format.store import CheckpointStore
+from smalti.checkpoint.format.store import RANKING, CheckpointStore
 from smalti.checkpoint.format.verification import verify
 from smalti.errors import CheckpointError
 from support.checkpoints import DAMAGE, flip, flipped_bit, make, missing_file, no_manifest, remake_manifest
@@ -268,6 +268,50 @@ def test_suspect_checkpoints_do_not_displace_good_ones(tmp_path):
         make(tmp_path, step, flags=flags)
     CheckpointStore(tmp_path).rotate(1)
     assert names(tmp_path) == ["step-00000002", "step-00000003"]
+
+
+def rank(root, *steps, keep=1):
+    (root / RANKING).write_text(json.dumps({"keep": keep, "steps": steps}))
+
+
+def test_the_best_checkpoints_stay_as_many_as_the_ranking_says(tmp_path):
+    for step in (1, 2, 3, 4, 5):
+        make(tmp_path, step)
+    rank(tmp_path, 9, 2, 1, 3, keep=2)
+    CheckpointStore(tmp_path).rotate(1)
+    assert names(tmp_path) == [RANKING, "step-00000001", "step-00000002", "step-00000005"]
+    rank(tmp_path, 2, 1)
+    CheckpointStore(tmp_path).rotate(1)
+    assert names(tmp_path) == [RANKING, "step-00000002", "step-00000005"]
+
+
+def test_the_best_checkpoint_is_a_complete_one_that_is_not_suspect(tmp_path):
+    for step, flags in ((1, ()), (2, (SUSPECT,)), (3, ()), (4, ()), (5, ())):
+        make(tmp_path, step, flags=flags)
+    flip(tmp_path / "step-00000003/model/a.safetensors")
+    rank(tmp_path, 3, 2, 1, 4)
+    store = CheckpointStore(tmp_path)
+    assert store.resolve("best") == tmp_path / "step-00000001"
+    store.rotate(1)
+    assert names(tmp_path) == [RANKING, "step-00000001", "step-00000003", "step-00000005"]
+
+
+def test_without_an_evaluation_there_is_no_best_checkpoint(tmp_path):
+    make(tmp_path, 1)
+    with pytest.raises(CheckpointError, match="was evaluated"):
+        CheckpointStore(tmp_path).resolve("best")
+
+
+@pytest.mark.parametrize(
+    "content", ["", "{}", '{"keep": -1, "steps": []}', '{"keep": 1e999, "steps": []}', '{"keep": 1, "steps": [null]}', "3"]
+)
+def test_while_a_ranking_is_damaged_nothing_is_removed(tmp_path, content):
+    for step in (1, 2):
+        make(tmp_path, step)
+    (tmp_path / RANKING).write_text(content)
+    with pytest.raises(CheckpointError, match=r"ranking\.json is damaged"):
+        CheckpointStore(tmp_path).rotate(1)
+    assert names(tmp_path) == [RANKING, "step-00000001", "step-00000002"]
 
 
 def test_the_latest_checkpoint_is_a_suspect_one_only_if_there_is_no_other(tmp_path):

@@ -11,9 +11,7 @@ from smalti.checkpoint.format.safetensors_layout import Chunk, encode_header
 from smalti.checkpoint.format.state_file import State
 from smalti.checkpoint.format.store import CheckpointStore
 from smalti.cli.checkpoint import checkpoint
-from smalti.errors import CheckpointError, UserError
-
-MADE_WITH = {"family": "sdxl", "precision": "bf16", "strategy": "FSDP2", "base_model": "org/sdxl"}
+from smalti.errors import UserError
 
 
 def make(run, step, *, elements=600, flags=(), **trainer):
@@ -66,44 +64,26 @@ def test_the_listing_is_aligned_and_says_what_cannot_be_used(tmp_path):
     )
 
 
+def test_the_listing_marks_the_best_that_is_there(tmp_path):
+    for step in (500, 1000):
+        make(tmp_path, step)
+    (tmp_path / "checkpoints" / "ranking.json").write_text('{"keep": 1, "steps": [1500, 500, 1000]}')
+    assert [line.split()[0] for line in call("ls", tmp_path).output.splitlines() if line.endswith("  best")] == [
+        "step-00000500"
+    ]
+    assert [each["best"] for each in json.loads(call("ls", tmp_path, "--json").output)] == [True, False]
+
+
+@pytest.mark.parametrize("step", ["1.5", "-1", "newest", ""])
+def test_a_step_that_is_none_is_refused(tmp_path, step):
+    refused = CliRunner().invoke(checkpoint, ["export", str(tmp_path), "--to=x", f"--step={step}"]).exception
+    assert (type(refused), "is not a step" in str(refused)) == (UserError, True)
+
+
 def test_the_listing_for_machines_has_everything(tmp_path):
     make(tmp_path, 500)
     (listed,) = json.loads(call("ls", tmp_path, "--json").output)
     assert (listed["step"], listed["world_size"], listed["plugins"], listed["problem"]) == (500, 2, ["fsdp2 1.0"], "")
-
-
-def test_inspecting_a_run_shows_its_newest_checkpoint(tmp_path):
-    make(tmp_path, 500)
-    make(tmp_path, 1000)
-    output = call("inspect", tmp_path).output
-    assert "step        1000\n" in output
-    assert "model: 2 tensors, 1,201 elements, 4.7 KiB, F32, I64\n" in output
-    assert "blocks.0.weight" not in output
-
-
-def test_inspecting_says_what_the_checkpoint_was_made_with(tmp_path):
-    path = make(tmp_path, 500, made_with=MADE_WITH)
-    assert "family      sdxl\nprecision   bf16\nstrategy    FSDP2\nbase model  org/sdxl\n" in call("inspect", path).output
-    assert json.loads(call("inspect", path, "--json").output)["made_with"] == MADE_WITH
-    assert json.loads(call("inspect", make(tmp_path, 1000), "--json").output)["made_with"] == {}  # of an earlier version
-
-
-def test_inspecting_can_show_every_tensor(tmp_path):
-    output = call("inspect", make(tmp_path, 500), "--tensors").output
-    assert "blocks.0.weight  F32   [600, 2]  4.7 KiB\nstep             I64   []            8 B\n" in output
-
-
-def test_inspecting_for_machines_shows_every_tensor_too(tmp_path):
-    groups = json.loads(call("inspect", make(tmp_path, 500), "--tensors", "--json").output)["groups"]
-    assert groups["model"]["contents"]["blocks.0.weight"] == {"dtype": "F32", "shape": [600, 2], "chunks": 1}
-
-
-def test_inspecting_what_cannot_be_read_fails_with_the_reason(tmp_path):
-    path = make(tmp_path, 500)
-    (path / "model/a.safetensors").write_bytes(b"\x80\x04]q\x00.")
-    refused = CliRunner().invoke(checkpoint, ["inspect", str(path)]).exception
-    assert isinstance(refused, CheckpointError)
-    assert "is not a valid safetensors file" in refused.message
 
 
 def test_whole_checkpoints_verify(tmp_path):
@@ -131,7 +111,7 @@ def test_one_checkpoint_can_be_verified_for_machines(tmp_path):
     assert (done.exit_code, [found["ok"] for found in json.loads(done.output)]) == (1, [False])
 
 
-@pytest.mark.parametrize("command", ["ls", "inspect", "verify"])
+@pytest.mark.parametrize("command", ["ls", "verify"])
 def test_where_there_is_no_checkpoint_the_call_was_wrong(tmp_path, command):
     for place, message in ((tmp_path, "no checkpoint found in"), (tmp_path / "nowhere", "there is no folder")):
         refused = CliRunner().invoke(checkpoint, [command, str(place)]).exception

@@ -77,8 +77,8 @@ def test_a_mistyped_command_gets_the_nearest_one(run):
 
 MISTAKES = {
     "run ls nowhere": ("run ls: invalid value for '[ROOT]...': Directory 'nowhere' does not exist", "check the path; relative"),
-    "checkpoint inspect nowhere": ("there is no folder nowhere", "check the path; relative paths start at"),
-    "checkpoint inspect .": ("no checkpoint found in .", "give a run directory or one of its checkpoints"),
+    "checkpoint verify nowhere": ("there is no folder nowhere", "check the path; relative paths start at"),
+    "checkpoint verify .": ("no checkpoint found in .", "give a run directory or one of its checkpoints"),
     "checkpoint export": ("checkpoint export: missing argument 'PATH'", "smalti checkpoint export [OPTIONS] PATH; smalti ch"),
     "checkpoint export . --format=onnx": ("checkpoint export: invalid value for '--format': 'onnx' is not one", "smalti ch"),
     "checkpoint export . --to=x --max_shard_size=5X": ("--max_shard_size: '5X' is not a size", "--max_shard_size=5GB"),

@@ -46,9 +46,11 @@ from .format.safetensors_layout import (
 from .format.safetensors_reader import TensorFiles as TensorFiles
 from .format.state_file import State as State, decode_state as decode_state, read_state as read_state
 from .format.store import (
+    RANKING as RANKING,
     CheckpointStore as CheckpointStore,
     Entry as Entry,
     checkpoint_name as checkpoint_name,
+    decode_ranking as decode_ranking,
     parse_checkpoint_name as parse_checkpoint_name,
     read_entry as read_entry,
 )

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Literal, Protocol
 
 from smalti.checkpoint.format.manifest import Manifest
 from smalti.checkpoint.format.safetensors_layout import StoredTensor
@@ -41,6 +41,10 @@ class RunPlace(Protocol):
         """The newest one whose manifest can be used; without one the newest. Raises UserError if there is none."""
         ...
 
+    def best(self) -> str:
+        """The name of the one with the best evaluation; "" if none was evaluated. Raises CheckpointError."""
+        ...
+
     def tensors(self, listed: ListedCheckpoint) -> dict[str, Mapping[str, StoredTensor]]:
         """Its tensors by group. Reads headers. Raises CheckpointError."""
         ...
@@ -58,9 +62,9 @@ class RunPlace(Protocol):
         ...
 
     def downloaded(
-        self, beside: Path, groups: Collection[str] | None, *, step: int | None = None
+        self, beside: Path, groups: Collection[str] | None, *, step: int | Literal["best"] | None = None
     ) -> AbstractContextManager[Path]:
-        """Yields the newest checkpoint, or that of a step, in a temporary run directory beside `beside`.
+        """Yields the newest checkpoint, that of a step, or the best, in a temporary run directory beside `beside`.
 
         With `groups`, only these groups of tensors. Raises UserError if there is no such checkpoint.
         """

@@ -1,4 +1,4 @@
-"""`smalti checkpoint`: list, inspect and verify checkpoints. No command changes a checkpoint. Imports no torch.
+"""`smalti checkpoint`: list and verify checkpoints. No command changes a checkpoint. Imports no torch.
 
 `verify` exits with 1 if anything is damaged. All commands exit with 2 if there is no checkpoint.
 """
@@ -6,17 +6,14 @@
 from __future__ import annotations
 
 import json
-from collections import Counter
-from collections.abc import Mapping, Sequence
-from typing import cast
+from collections.abc import Sequence
 
 import click
 
-from smalti.checkpoint import ListedCheckpoint, Manifest, StoredTensor
-from smalti.cli.output import counted, format_bytes, print_table
+from smalti.checkpoint import ListedCheckpoint, Manifest
+from smalti.cli.output import format_bytes, print_table
 from smalti.cli.pages.help import Group
 from smalti.cli.places import Place, place_at
-from smalti.errors import CheckpointError
 
 _as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 
@@ -31,7 +28,7 @@ _as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
     ),
 )
 def checkpoint() -> None:
-    """List, inspect, verify and export checkpoints."""
+    """List, verify and export checkpoints."""
 
 
 @checkpoint.command("ls", examples=("smalti checkpoint ls runs/first",))
@@ -39,63 +36,17 @@ def checkpoint() -> None:
 @_as_json
 def list_checkpoints(run_dir: Place, as_json: bool) -> None:
     """List the checkpoints of RUN_DIR, a folder or URL. Reads only their manifests; `verify` reads everything."""
-    found = run_dir.checkpoints()
+    found, best = run_dir.checkpoints(), run_dir.best()
     if as_json:
-        _print_json([_listed_as_json(each) for each in found])
+        _print_json([_listed_as_json(each) | {"best": each.name == best} for each in found])
         return
     rows = [
-        (each.name, format_bytes(m.size), str(m.world_size), m.created, ", ".join(m.flags))
+        (each.name, format_bytes(m.size), str(m.world_size), m.created, ", ".join(("best",) * (each.name == best) + m.flags))
         if (m := each.manifest)
         else (each.name, "", "", "", f"not usable: {each.problem}")
         for each in found
     ]
     print_table(("checkpoint", "size", "ranks", "made", ""), rows, right=(1, 2))
-
-
-@checkpoint.command(
-    "inspect",
-    examples=(
-        "smalti checkpoint inspect runs/first",
-        "smalti checkpoint inspect runs/first/checkpoints/step-00001000 --tensors",
-    ),
-)
-@click.argument("path", type=place_at)
-@click.option("--tensors", is_flag=True, help="List every tensor with its shape.")
-@_as_json
-def inspect_checkpoint(path: Place, tensors: bool, as_json: bool) -> None:
-    """Show what a checkpoint contains.
-
-    PATH is the path or URL of a checkpoint, or of a run directory (its newest). Contents are not verified.
-    """
-    found = path.newest()
-    if (manifest := found.manifest) is None:
-        raise CheckpointError(f"{found.path}: {found.problem}", fix="give another checkpoint of the run, or its directory")
-    groups = path.tensors(found)
-    made_with = cast(Mapping[str, str], path.state(found).trainer.get("made_with", {}))
-    if as_json:
-        _print_json(
-            {**_manifest_as_json(found.path, manifest), "made_with": made_with, "groups": _groups_as_json(groups, tensors)}
-        )
-        return
-    facts = {
-        "checkpoint": found.path,
-        "step": str(manifest.step),
-        "made": f"{manifest.created} by {counted(manifest.world_size, 'rank')}",
-        "size": f"{format_bytes(manifest.size)} in {counted(len(manifest.files), 'file')}",
-        **{name.replace("_", " "): value for name, value in made_with.items()},
-        "config": manifest.config_digest,
-        "plugins": ", ".join(manifest.plugins),
-        "flags": ", ".join(manifest.flags),
-    }
-    for name, value in facts.items():
-        if value:
-            click.echo(f"{name:<12}{value}")
-    for group, stored in groups.items():
-        size = f"{_elements(stored):,} elements, {format_bytes(_size(stored))}"
-        click.echo(f"\n{group}: {counted(len(stored), 'tensor')}, {size}, {_types(stored)}")
-        if tensors:
-            rows = [(name, t.dtype, str(list(t.shape)), format_bytes(t.size)) for name, t in stored.items()]
-            print_table(("name", "type", "shape", "size"), rows, right=(3,))
 
 
 @checkpoint.command("verify", examples=("smalti checkpoint verify runs/first", "smalti checkpoint verify runs/first --json"))
@@ -134,14 +85,6 @@ def _manifest_as_json(path: str, manifest: Manifest) -> dict[str, object]:
     return {"path": path, "size": manifest.size, **fields}
 
 
-def _groups_as_json(groups: Mapping[str, Mapping[str, StoredTensor]], tensors: bool) -> dict[str, object]:
-    return {
-        group: {"tensors": len(found), "elements": _elements(found), "size": _size(found)}
-        | ({"contents": {name: vars(tensor) for name, tensor in found.items()}} if tensors else {})
-        for group, found in groups.items()
-    }
-
-
 def _print_verification(each: ListedCheckpoint, problems: Sequence[str]) -> None:
     if each.manifest and not problems:
         click.echo(f"{each.name}  ok  {format_bytes(each.manifest.size)}")
@@ -153,16 +96,3 @@ def _print_verification(each: ListedCheckpoint, problems: Sequence[str]) -> None
 
 def _print_json(value: object) -> None:
     click.echo(json.dumps(value, indent=2, ensure_ascii=False))
-
-
-def _elements(tensors: Mapping[str, StoredTensor]) -> int:
-    return sum(tensor.elements for tensor in tensors.values())
-
-
-def _size(tensors: Mapping[str, StoredTensor]) -> int:
-    return sum(tensor.size for tensor in tensors.values())
-
-
-def _types(tensors: Mapping[str, StoredTensor]) -> str:
-    types = Counter(tensor.dtype for tensor in tensors.values())
-    return ", ".join(dtype for dtype, _ in types.most_common())

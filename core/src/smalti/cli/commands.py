@@ -16,11 +16,7 @@ class Commands:
         add = commands.add_deferred
         add("smalti.cli.train:train", "Train a model, or resume its training.", section="Training")
         add("smalti.cli.run:run", "List, watch and control runs.", section="Training")
-        add(
-            "smalti.cli.checkpoint:checkpoint",
-            "List, inspect, verify and export checkpoints.",
-            section="Training",
-        )
+        add("smalti.cli.checkpoint:checkpoint", "List, verify and export checkpoints.", section="Training")
         add("smalti.cli.config:config", "Show, explain and convert the configuration.", section="Configuration")
         add("smalti.cli.plugins:plugins", "List plugins and what each adds.", section="Configuration")
 

@@ -56,6 +56,11 @@ class LocalPlace:
         found = self.checkpoints()
         return next((each for each in reversed(found) if each.manifest), found[-1])
 
+    def best(self) -> str:
+        """The name of the one with the best evaluation; "" if none was evaluated. Raises CheckpointError."""
+        ranked, _ = CheckpointStore(entries(self.path)[0].path.parent).ranked()
+        return ranked[0].path.name if ranked else ""
+
     def tensors(self, listed: ListedCheckpoint) -> dict[str, Mapping[str, StoredTensor]]:
         """Its tensors by group. Reads headers. Raises CheckpointError."""
         return {group: found for group in (*GROUPS, WEIGHTS) if (found := stored_tensors(Path(listed.path) / group))}

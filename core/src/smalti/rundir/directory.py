@@ -10,6 +10,7 @@
     control/*.json         requests to the run
     samples/STEP/          the images of a validation, and a contact sheet of them if a plugin writes one
     checkpoints/, data/    the state of the run, indexes of its datasets
+    evaluations/           the losses of held-out images, if a plugin evaluates
     nodes/node-K.json      what node K has said before its ranks started, where several share the directory
     nodes/preflight.json   the last report of how these nodes compare
     downloads/             checkpoints from URLs that the run resumed from

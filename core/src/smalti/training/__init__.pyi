@@ -8,6 +8,7 @@ from .build_run import (
     open_parallel as open_parallel,
     wrap_model as wrap_model,
 )
+from .checkpointing import save as save
 from .ddp_parallel import DdpParallel as DdpParallel
 from .failures.attempts import (
     AttemptFailed as AttemptFailed,

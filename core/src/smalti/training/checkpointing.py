@@ -7,6 +7,7 @@ from dataclasses import asdict, replace
 
 from smalti.checkpoint import SUSPECT, SaveError, Snapshot
 from smalti.config import CheckpointOptions, ModelOptions, RunOptions
+from smalti.errors import CheckpointError
 from smalti.hookspecs import HookSpecs
 from smalti.parallel import Communicator, portable_name, products
 from smalti.plugins import notify_each
@@ -138,5 +139,5 @@ def rotate(run: Assembled) -> None:
     """Remove the oldest checkpoints beyond the limit. What cannot be removed stays."""
     try:
         run.checkpoints.rotate(run.config[CheckpointOptions].checkpoints_total_limit or None)
-    except OSError as error:
-        _log.warning("cannot look through the checkpoints for old ones: %s", error)
+    except (CheckpointError, OSError) as error:
+        _log.warning("no old checkpoint was removed: %s", error)

@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from textwrap import indent
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import click
 
@@ -35,6 +35,15 @@ def _file_size(text: str) -> int:
     return size
 
 
+def step_or_best(text: str) -> int | Literal["best"]:
+    """The value of `--step`. Raises UserError."""
+    if text == "best":
+        return "best"
+    if not text.isdecimal():
+        raise UserError(f"--step: {text!r} is not a step", fix="give a number, or best")
+    return int(text)
+
+
 @click.command(
     cls=Command,
     examples=(
@@ -47,7 +56,12 @@ def _file_size(text: str) -> int:
 )
 @click.argument("path", type=place_at)
 @click.option("--to", "target", required=True, metavar="FOLDER", type=click.Path(path_type=Path), help=_HELP)
-@click.option("--step", type=click.IntRange(min=0), help="Step of the checkpoint. Default: the newest one that is intact.")
+@click.option(
+    "--step",
+    type=step_or_best,
+    metavar="STEP",
+    help='Step of the checkpoint, or "best": the one with the best evaluation. Default: the newest one that is intact.',
+)
 @click.option(
     "--ema/--raw",
     "averaged",
@@ -95,7 +109,7 @@ def _file_size(text: str) -> int:
 def export(
     path: Place,
     target: Path,
-    step: int | None,
+    step: int | Literal["best"] | None,
     averaged: bool | None,
     format: str | None,
     merge: bool,
@@ -146,7 +160,7 @@ def export(
 
 
 @contextmanager
-def _exported(place: Place, target: Path, groups: Collection[str], step: int | None) -> Iterator[Path]:
+def _exported(place: Place, target: Path, groups: Collection[str], step: int | Literal["best"] | None) -> Iterator[Path]:
     """The run or checkpoint to export."""
     if isinstance(place, LocalPlace):
         yield place.path

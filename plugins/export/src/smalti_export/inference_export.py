@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import cast
+from typing import Literal, cast
 
 from smalti import CheckpointError, Config, UserError
 from smalti.checkpoint import (
@@ -50,7 +50,7 @@ def export(
     target: Path,
     plugins: Plugins,
     *,
-    step: int | None = None,
+    step: int | Literal["best"] | None = None,
     averaged: bool | None = None,
     precision: Precision | None = None,
     pretrained: str | None = None,
@@ -62,11 +62,11 @@ def export(
 ) -> Exported:
     """Make `target`, a folder that must not exist yet, from a run directory or one of its checkpoints.
 
-    A run directory stands for its newest complete checkpoint, or for that of `step`. `averaged` takes the EMA weights; None
-    takes those that validation samples with: the EMA weights if there are any. `precision` is what the trained tensors become,
-    None as they are. `pretrained` is the present path of the run's first weights, if they were moved, and `base_pipeline` that
-    of the pipeline with the other parts of the model. `known_as` is the name under which tools load the export; None is the
-    path. All bytes of the checkpoint are checked first. Raises UserError, and nothing is left.
+    A run directory stands for its newest complete checkpoint, for that of `step`, or for the "best" one. `averaged` takes the
+    EMA weights; None takes those that validation samples with: the EMA weights if there are any. `precision` is what the
+    trained tensors become, None as they are. `pretrained` is the present path of the run's first weights, if they were moved,
+    and `base_pipeline` that of the pipeline with the other parts of the model. `known_as` is the name under which tools load
+    the export; None is the path. All bytes of the checkpoint are checked first. Raises UserError, and nothing is left.
     """
     check_new(target)
     run = _run_of(source)
@@ -166,15 +166,15 @@ def _config_of(run: RunDirectory, plugins: Plugins, **paths: str | None) -> Conf
     return restore(schema, {name: value for name, value in values.items() if name in schema.options}, {})
 
 
-def _checkpoint_of(source: Path, run: RunDirectory, step: int | None, report: Callable[[str], None]) -> Path:
+def _checkpoint_of(source: Path, run: RunDirectory, step: int | str | None, report: Callable[[str], None]) -> Path:
     """The checkpoint that is meant, checked by digest."""
     store = CheckpointStore(run.checkpoints, report=report)
     is_run = run.path == source
     if not is_run and step is not None:
         raise UserError(f"{source} is one checkpoint, of one step", fix="leave out --step, or name the run directory")
-    choice = str(source) if not is_run else str(step) if step is not None else "latest"
-    report(f"checking {f'step {step}' if step is not None else 'the newest checkpoint' if is_run else source}")
-    found = store.resolve(choice)
+    which = "the newest checkpoint" if step is None else "the best checkpoint" if step == "best" else f"step {step}"
+    report(f"checking {which if is_run else source}")
+    found = store.resolve(str(source) if not is_run else "latest" if step is None else str(step))
     if found is None:
         raise CheckpointError(f"there is no checkpoint in {run.checkpoints}", fix="let the run save one")
     return found

@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 from dataclasses import asdict
 from pathlib import Path
+from typing import Literal
 
 import click
 
 from smalti.cli import Command, Group, counted
+from smalti_export.command import step_or_best
 
 
 @click.group(cls=Group, examples=("smalti hub push runs/style --to USER/NAME",))
@@ -27,7 +29,12 @@ def hub() -> None:
 )
 @click.argument("path", type=click.Path(exists=True, file_okay=False, path_type=Path))
 @click.option("--to", "repository", metavar="REPOSITORY", help="USER/NAME, or NAME. Default: the name of the folder.")
-@click.option("--step", type=click.IntRange(min=0), help="Step of the checkpoint. Default: the newest one that is intact.")
+@click.option(
+    "--step",
+    type=step_or_best,
+    metavar="STEP",
+    help='Step of the checkpoint, or "best": the one with the best evaluation. Default: the newest one that is intact.',
+)
 @click.option("--ema/--raw", "averaged", default=None, help="As in `smalti checkpoint export`.")
 @click.option(
     "--format",
@@ -39,7 +46,7 @@ def hub() -> None:
 def push(
     path: Path,
     repository: str | None,
-    step: int | None,
+    step: int | Literal["best"] | None,
     averaged: bool | None,
     format: str | None,
     public: bool,

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from smalti import UserError
 from smalti.plugins import load_plugins, selection_of
@@ -59,7 +59,7 @@ def default_name(directory: Path) -> str:
 class Choice:
     """What of a run is exported, in the terms of `smalti checkpoint export`. None takes its default."""
 
-    step: int | None = None
+    step: int | Literal["best"] | None = None
     averaged: bool | None = None
     format: str | None = None
 

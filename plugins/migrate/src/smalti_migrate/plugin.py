@@ -21,6 +21,8 @@ class Migrate:
     def register_commands(self, commands: CommandCollector) -> None:
         summary = "Convert files of another trainer to a configuration file."
         commands.below("config").add_deferred("smalti_migrate.commands:import_", summary)
+        summary = "Show what a checkpoint contains."
+        commands.below("checkpoint").add_deferred("smalti_migrate.checkpoints.inspection:inspect", summary)
         summary = "Convert a checkpoint to smalti's format or to safetensors."
         commands.below("checkpoint").add_deferred("smalti_migrate.checkpoints.command:convert", summary)
 

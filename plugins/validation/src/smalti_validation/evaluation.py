@@ -8,44 +8,87 @@ Shapes: N held-out samples, T noise levels, B samples of a batch, latents (B, C,
 
 from __future__ import annotations
 
+import json
+import logging
+import math
 import time
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from hashlib import sha256
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from smalti import Config, EvaluationResult, HookSpecs
+from smalti import Config, EvaluationResult, HookSpecs, StopReason
+from smalti.config import ObjectiveOptions
 from smalti.diffusion import STEPS, Conditioning, SampleNoise
 from smalti.models import latents_of
 from smalti.plugins import notify_each
-from smalti.training import PeriodicWork, Run, computed, is_due, log_metrics
+from smalti.system import load_json
+from smalti.training import PeriodicWork, Run, attempt, computed, is_due, log_metrics, on_all_ranks, save
 from smalti_validation.eval_mode import eval_mode
 from smalti_validation.held_out import HeldOut, HeldOutImages
+from smalti_validation.history import Change, History, table_of
 from smalti_validation.options import ValidationOptions
 
 if TYPE_CHECKING:
     from smalti.data import DatasetSpec
     from smalti.models import ModelFamily
 
+_log = logging.getLogger(__name__)
+_OF_LOSS = ("prediction_type", "loss_type", "huber_c", "huber_schedule", "beta_schedule", "rescale_betas_zero_snr")
+"""The options of the objective that an evaluation depends on."""
 _LEVELS = (0.1, 0.3, 0.5, 0.7, 0.9)
 """Fractions of the way to noise: the middles of five equal parts."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class ComparedResult(EvaluationResult):
+    """The result with its `change` to the last evaluation that clearly improved; None if there was none before."""
+
+    change: Change | None
+
+
 class Evaluation(PeriodicWork):
-    """Measures the loss at the intervals of the options and after the last step, if there are held-out images."""
+    """Measures the loss at the intervals of the options and after the last step, if there are held-out images.
+
+    Keeps the history of the run, saves what is among the best, and ends the run when patience has run out.
+    """
 
     name = "evaluation"
 
     def __init__(self, config: Config) -> None:
         self.options = config[ValidationOptions]
         self._held_out: HeldOut | None = None
+        self._history: History | None = None
+        self._named = False
 
     def check(self, family: ModelFamily, datasets: Sequence[DatasetSpec]) -> list[str]:
-        wanted = [name for name in ("eval_steps_interval", "eval_epoch_interval") if getattr(self.options, name)]
+        names = ("eval_steps_interval", "eval_epoch_interval", "keep_best", "eval_patience")
+        wanted = [name for name in names if getattr(self.options, name)]
         if not wanted or any(spec.dataset_type == "eval" for spec in datasets):
             return []
         return [f"{' and '.join(wanted)} without effect: no dataset has the dataset_type eval"]
+
+    def start(self, run: Run) -> None:
+        """Go on with the history. A failure is reported and ends nothing."""
+        wanted = self.options.keep_best or self.options.eval_patience
+        if wanted and run.data.held_out is not None and run.state.step < run.state.max_steps:
+            attempt(run, "reading of earlier evaluations", self._resume)
+
+    def _resume(self, run: Run) -> None:
+        """End the run if its patience has run out before; else make up for an evaluation that was due and cut off."""
+        step = run.state.step
+        known = self._on_main_rank(run, lambda history: [step in history, history.since_reference, history.reference])
+        evaluated, since, reference = known
+        if self._waited_enough(since):
+            run.state.max_steps = step
+            if run.world.is_main:
+                more = since + self.options.eval_patience
+                _log.warning("%s; --eval_patience=%d continues the run", _no_improvement(since, reference), more)
+        elif step and not evaluated and self.is_due(run):
+            self.run(run)
 
     def is_due(self, run: Run) -> bool:
         state, epochs, epoch_of = run.state, self.options.eval_epoch_interval, run.data.order.epoch_of
@@ -65,29 +108,95 @@ class Evaluation(PeriodicWork):
                 latents=run.encoded.held_out,
                 texts=run.encoded.texts,
             )
-        evaluate(run, self._held_out)
+        held_out = self._held_out
+        result, counted = measure(run, held_out)
+        table = table_of(held_out.numbers[counted[:, -1] > 0], counted[counted[:, -1] > 0, :-1].numpy())
+
+        def remember(history: History) -> list[object]:
+            change = history.compare(table)
+            run.ownership.check()
+            if not self._named:
+                history.name_images(held_out.names)
+                self._named = True
+            history.add(result.step, result.loss, table, change, keep=self.options.keep_best)
+            best = self._is_among_best(run, history, result.loss)
+            return [change and asdict(change), history.since_reference, history.reference, best]
+
+        change, since, reference, best = self._on_main_rank(run, remember)
+        report(run, ComparedResult(**vars(result), change=change and Change(**change)))
+        if run.boundary.final:
+            return
+        if best and result.step not in (run.saved_step, run.saver.pending_step):
+            save(run, last=False)
+        if self._waited_enough(since):
+            run.state.request_stop(StopReason.COMPLETED, _no_improvement(since, reference))
+
+    def _waited_enough(self, evaluations: int) -> bool:
+        return 0 < self.options.eval_patience <= evaluations
+
+    def _is_among_best(self, run: Run, history: History, loss: float) -> bool:
+        """Whether fewer checkpoints than are kept are as good."""
+        ranked, _ = run.checkpoints.ranked()
+        return math.isfinite(loss) and sum(history.loss(entry.step) <= loss for entry in ranked) < self.options.keep_best
+
+    def _on_main_rank(self, run: Run, action: Callable[[History], list[object]]) -> list[Any]:
+        """What `action` says on the main rank, which has the history, on every rank; JSON-able. *Collective*.
+
+        Raises AttemptFailed, on every rank.
+        """
+
+        def act() -> str:
+            if not run.world.is_main:
+                return ""
+            if self._history is None:
+                self._history = History(run.directory, _measured(run), run.state.resumed or 0)
+            return json.dumps(action(self._history))
+
+        answer: list[Any] = load_json(run.parallel.all_gather_text(on_all_ranks(run.parallel, act))[0])
+        return answer
 
 
-def evaluate(run: Run, held_out: HeldOut) -> None:
-    """Measure the loss on every held-out image, and report it to trackers and observers. *Collective*.
+def _no_improvement(evaluations: int, since: int | None) -> str:
+    return f"eval_loss has not improved in {evaluations} evaluations" + ("" if since is None else f" since step {since}")
+
+
+def _measured(run: Run) -> str:
+    """A digest of all that the loss depends on apart from the weights: images, noise, noise levels and objective."""
+    assert run.data.held_out is not None
+    images = run.data.held_out.identity
+    objective = run.config[ObjectiveOptions].model_dump(include=set(_OF_LOSS))
+    parts = [images.order, images.samples, images.settings, run.config[ValidationOptions].validation_seed, _LEVELS, objective]
+    return sha256(json.dumps(parts).encode()).hexdigest()[:16]
+
+
+def measure(run: Run, held_out: HeldOut) -> tuple[EvaluationResult, Tensor]:
+    """Measure the loss on every held-out image; the result, and the table of `_losses`. *Collective*.
 
     Raises AttemptFailed, on every rank.
     """
     begin = time.perf_counter()
     with run.phases.during("evaluating"), eval_mode(run) as model:
         table = _losses(run, model, held_out)
-    counted = table[table[:, -1] > 0, :-1]
-    means = counted.mean(0).tolist()
+    means = table[table[:, -1] > 0, :-1].mean(0).tolist()
     result = EvaluationResult(
         step=run.state.step,
         loss=sum(means) / len(means),
         by_timestep={round(STEPS * level): mean for level, mean in zip(_LEVELS, means, strict=True)},
-        samples=len(counted),
+        samples=int(table[:, -1].sum()),
         averaged=run.ema is not None,
         seconds=time.perf_counter() - begin,
     )
-    by_timestep = {f"eval_loss/t={timestep}": loss for timestep, loss in result.by_timestep.items()}
-    log_metrics(run.plugins, run.world, {"eval_loss": result.loss, **by_timestep}, result.step)
+    return result, table
+
+
+def report(run: Run, result: ComparedResult) -> None:
+    """Report a result to trackers and observers."""
+    metrics = {"eval_loss": result.loss}
+    metrics |= {f"eval_loss/t={timestep}": loss for timestep, loss in result.by_timestep.items()}
+    if (change := result.change) is not None:
+        metrics |= {"eval_loss/change": change.loss}
+        metrics |= {} if change.interval is None else {"eval_loss/change_interval": change.interval}
+    log_metrics(run.plugins, run.world, metrics, result.step)
     notify_each(run.plugins, HookSpecs.on_evaluation, run.state, result=result)
 
 

@@ -12,9 +12,11 @@ import logging
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from smalti.data import (
@@ -90,6 +92,22 @@ class HeldOut:
                 self.batches.append(HeldOutBatch(place=self.count, bucket=content.bucket, samples=chosen))
                 self.count += len(chosen)
 
+    @cached_property
+    def numbers(self) -> NDArray[np.uint64]:
+        """(N,), the numbers of all images, in the order of the batches."""
+        return np.array([number for batch in self.batches for number in map(self._number, batch.samples)], dtype=np.uint64)
+
+    @property
+    def names(self) -> dict[int, str]:
+        """Dataset and name of all images, by number."""
+        found = ((number, self._data.sample(number)) for batch in self.batches for number in batch.samples)
+        return {self._number(number): f"{sample.dataset.spec.id}: {sample.key}" for number, sample in found}
+
+    def _number(self, sample: int) -> int:
+        """The number of an image, which seeds its noise: it depends on dataset and name alone."""
+        found = self._data.sample(sample)
+        return derive_seed("held out", found.dataset.spec.id, text_hash(found.key))
+
     def share(self, rank: int, ranks: int) -> Iterator[tuple[HeldOutBatch, bool]]:
         """Yields the batches of one rank, and for each whether it counts.
 
@@ -120,7 +138,7 @@ class HeldOut:
             size_conditioning=tuple(
                 SizeConditioning.of(sample.size, offset) for sample, (_, offset) in zip(samples, found, strict=True)
             ),
-            numbers=tuple(derive_seed("held out", sample.dataset.spec.id, text_hash(sample.key)) for sample in samples),
+            numbers=tuple(map(self._number, batch.samples)),
             readable=torch.tensor([sample not in self._bad for sample in batch.samples], dtype=torch.float32),
         )
 

@@ -85,10 +85,27 @@ class ValidationOptions(Options):
         False, help="Generate the images of the model before training too, once, for comparison."
     )
     validation_batch_size: int = option(8, help="Images to sample or evaluate at once per rank.", level="advanced", ge=1)
+    clip_weights: Path | None = option(
+        None, help="Folder of a CLIP model: scores how well validation images fit their prompts.", level="advanced"
+    )
+    dino_weights: Path | None = option(
+        None, help="Folder of a DINOv2 model: scores how near validation images are to training images.", level="advanced"
+    )
+    score_images: int = option(256, help="Training images that scores compare with.", level="advanced", ge=1)
     eval_steps_interval: int = option(
         0, help="Measure the loss on eval datasets every N steps and at the end. 0: only at the end.", ge=0
     )
     eval_epoch_interval: int = option(0, help="Also evaluate every N epochs. 0: never.", level="advanced", ge=0)
+    keep_best: int = option(
+        0,
+        help="Never remove the N checkpoints with the lowest eval_loss; an evaluation that is among them is saved. 0: no such.",
+        ge=0,
+    )
+    eval_patience: int = option(
+        0,
+        help="End the run after N evaluations in a row that did not clearly improve eval_loss: 95 % confidence. 0: never.",
+        ge=0,
+    )
 
     @property
     def samples_images(self) -> bool:

@@ -7,11 +7,14 @@ from typing import TYPE_CHECKING
 from smalti import PeriodicEntry, Problem, UserError, hookimpl, problems_in
 
 if TYPE_CHECKING:
-    from smalti import Config, OptionGroup
+    from smalti import CommandCollector, Config, OptionGroup
 
 IMAGES = PeriodicEntry(name="validation", title="validation images", factory="smalti_validation.work:validation_of")
 LOSS = PeriodicEntry(
     name="evaluation", title="loss on held-out images", factory="smalti_validation.evaluation:Evaluation", order=1
+)
+SCORES = PeriodicEntry(
+    name="scores", title="scores of validation images", factory="smalti_validation.scores:scores_of", order=2
 )
 
 
@@ -36,8 +39,13 @@ class ValidationPlugin:
         return []
 
     @hookimpl
+    def register_commands(self, commands: CommandCollector) -> None:
+        summary = "Show which noise levels overfit, and which held-out images improve least."
+        commands.below("run").add_deferred("smalti_validation.command:report", summary)
+
+    @hookimpl
     def register_periodic_work(self) -> list[PeriodicEntry]:
-        return [IMAGES, LOSS]
+        return [IMAGES, LOSS, SCORES]
 
 
 plugin = ValidationPlugin()

@@ -15,6 +15,7 @@ from smalti import HookSpecs, ValidationImage, ValidationResult
 from smalti.models import SampleRequest
 from smalti.plugins import notify_each
 from smalti.training import Run, computed, on_all_ranks
+from smalti_validation.drift import report_drift
 from smalti_validation.eval_mode import eval_mode
 from smalti_validation.options import ValidationOptions
 from smalti_validation.plan import PlannedImage, batches, planned_images
@@ -39,6 +40,7 @@ def validate(run: Run, prompts: Sequence[ValidationPrompt], base_images: Collect
     images = sample_images(run, planned, folder, run.state.step)
     compared = [replace(image, base=before / image.path.name) if image.path.name in base_images else image for image in images]
     report(run, compared, folder, run.state.step)
+    report_drift(run, compared, run.state.step)
 
 
 def report(run: Run, images: Sequence[ValidationImage], folder: Path, step: int) -> None:

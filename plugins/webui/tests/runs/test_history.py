@@ -52,6 +52,16 @@ def test_a_loss_that_is_not_finite_is_a_gap() -> None:
     assert history.series["loss"].columns(100)["mean"] == [1.0, None, 3.0]
 
 
+def test_the_loss_on_held_out_images_is_a_curve_by_noise_level_too() -> None:
+    history = History()
+    for levels in ({"100": 0.5, "900": "NaN", "x": None}, [1.0], None):
+        history.add({"type": "eval", "t": 1.0, "step": 5, "loss": 0.25, "by_timestep": levels})
+    assert history.series["eval_loss"].columns(9)["mean"] == [0.25]
+    assert history.series["eval_loss/t=100"].columns(9)["mean"] == [0.5]
+    assert history.series["eval_loss/t=900"].columns(9)["mean"] == [None]
+    assert "eval_loss/t=x" not in history.series
+
+
 def test_a_history_is_continued_and_equals_one_that_is_read_at_once(tmp_path: Path) -> None:
     run, histories = RunDirectory(tmp_path / "run"), Histories()
     with acquire(run) as writer:

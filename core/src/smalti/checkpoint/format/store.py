@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import BinaryIO
 
@@ -30,6 +31,9 @@ _LEFTOVER_NAME = re.compile(rf"\.(?:partial|removed)-{_NAME.pattern}-[0-9a-f]{{8
 _CHOICE = re.compile(r"(?:step-)?(\d+)")
 _LOCK = ".lock"
 _LOCK_SECONDS = 5.0
+RANKING = "ranking.json"
+"""The file in the directory that ranks evaluated steps: `{"keep": 1, "steps": [500, 300]}`, the best first. `keep` of them are
+not removed. Whoever evaluates writes it, and may write more into it."""
 
 Check = Callable[[Path], Verification]
 """Verifies a checkpoint, as `verify` does."""
@@ -88,11 +92,23 @@ class CheckpointStore:
         """The checkpoints, the newest first, but suspect ones after all others."""
         return sorted(self.all(), key=lambda entry: (not entry.suspect, entry.step, entry.revision), reverse=True)
 
+    def ranked(self) -> tuple[list[Entry], int]:
+        """Returns the checkpoints that were evaluated, the best first, without suspect ones, and how many are to be kept.
+
+        Raises CheckpointError if the ranking is damaged.
+        """
+        try:
+            steps, keep = decode_ranking(files.read_regular(self.root / RANKING), str(self.root))
+        except FileNotFoundError:
+            return [], 0
+        there = {entry.step: entry for entry in self.all() if entry.manifest and not entry.suspect}
+        return [there[step] for step in steps if step in there], keep
+
     def resolve(self, choice: str, *, check: Check = verify) -> Path | None:
         """Returns the checkpoint of `--resume_from_checkpoint`, verified by `check`.
 
         "none" is None. "latest" is the newest complete one (a suspect one only if there is no other), and None only if none
-        was ever saved. "500" or "step-500" is a
+        was ever saved. "best" is the complete one with the best evaluation. "500" or "step-500" is a
         step of this store. Anything else is the path of a checkpoint, or of a run directory for its newest complete one.
         Raises CheckpointError if the checkpoint does not exist or is not complete.
         """
@@ -100,6 +116,11 @@ class CheckpointStore:
             return None
         if choice == "latest":
             return self._newest(check) if self.all() else None
+        if choice == "best":
+            for entry in self.ranked()[0]:
+                if self._check(entry, check).ok:
+                    return entry.path
+            raise CheckpointError(f"no checkpoint in {self.root} was evaluated", fix='name a step, or "latest"')
         if match := _CHOICE.fullmatch(choice):
             return self._of_step(int(match[1]), check)
         path = Path(choice).expanduser()
@@ -112,7 +133,7 @@ class CheckpointStore:
                 return store._newest(check)
         raise CheckpointError(
             f"{choice} is neither a checkpoint nor a run directory with checkpoints",
-            fix='use a step, the path of a checkpoint or of a run directory, "latest" or "none"',
+            fix='use a step, the path of a checkpoint or of a run directory, "latest", "best" or "none"',
         )
 
     def _newest(self, check: Check) -> Path:
@@ -233,13 +254,16 @@ class CheckpointStore:
     def rotate(self, keep: int | None) -> list[Path]:
         """Remove all but the newest `keep` complete checkpoints (None: remove nothing); returns what was removed.
 
-        Suspect checkpoints do not count. An incomplete directory is never removed: its files may be the only copy. Contents
-        are verified once in the life of this object, and again if a file has changed.
+        The best ones stay too, as many as the ranking says. Suspect checkpoints do not count. An incomplete directory is never
+        removed: its files may be the only copy. Contents are verified once in the life of this object, and again if a file has
+        changed. Raises CheckpointError, and removes nothing, if the ranking is damaged.
         """
         if keep is None:
             return []
         if keep < 1:
             raise ValueError(f"keep must be at least 1, not {keep}")
+        ranked, best = self.ranked()
+        protected = set(islice((entry.path for entry in ranked if self._still_valid(entry)), best))
         kept: set[int] = set()
         removed = []
         for entry in reversed(self.all()):
@@ -248,7 +272,7 @@ class CheckpointStore:
             if len(kept) < keep and entry.step not in kept:
                 if not entry.suspect:
                     kept.add(entry.step)
-            elif self._remove(entry.path):
+            elif entry.path not in protected and self._remove(entry.path):
                 removed.append(entry.path)
         return removed
 
@@ -292,6 +316,19 @@ def _lock(file: BinaryIO) -> None:
 def checkpoint_name(step: int, revision: int = 1) -> str:
     """The name of the directory of a checkpoint."""
     return f"step-{step:08d}" if revision == 1 else f"step-{step:08d}.{revision}"
+
+
+def decode_ranking(data: bytes, place: str) -> tuple[list[int], int]:
+    """The evaluated steps in the ranking of `place`, the best first, and how many are to be kept. Raises CheckpointError."""
+    try:
+        content = files.load_json(data)
+        steps, keep = [int(step) for step in content["steps"]], int(content["keep"])
+        if keep < 0:
+            raise ValueError(f"keep is {keep}")
+    except (ValueError, OverflowError, KeyError, TypeError) as error:
+        message = f"{place}/{RANKING} is damaged, so the best checkpoint is not known: {error}"
+        raise CheckpointError(message, fix="remove it; the next evaluation writes a new one") from error
+    return steps, keep
 
 
 def parse_checkpoint_name(name: str) -> tuple[int, int] | None:

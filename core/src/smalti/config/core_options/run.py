@@ -46,7 +46,7 @@ class RunOptions(Options):
     )
     resume_from_checkpoint: Annotated[str, BeforeValidator(_or_none), AfterValidator(names_a_place)] = option(
         "latest",
-        help='Checkpoint to resume from: "latest", "none", a step, or the path or URL of a checkpoint or run directory.',
+        help='Checkpoint to resume from: "latest", "best", "none", a step, or path or URL of a checkpoint or run directory.',
     )
     nonfinite_loss: Literal["stop", "skip"] = option(
         "stop",

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from smalti import CheckpointError, UserError
 from smalti.checkpoint import (
     MANIFEST,
+    RANKING,
     STATE,
     SUSPECT,
     Chunk,
@@ -22,6 +23,7 @@ from smalti.checkpoint import (
     assemble_tensors,
     decode_layout,
     decode_manifest,
+    decode_ranking,
     decode_state,
     find_inconsistencies,
     is_ignored,
@@ -179,11 +181,29 @@ class RemoteRun:
             digest.update(part)
         return digest.hexdigest()
 
+    def ranked(self) -> tuple[list[RemoteCheckpoint], int]:
+        """The checkpoints that were evaluated, the best first, without suspect ones, and how many are to be kept.
+
+        Raises CheckpointError if the ranking is damaged.
+        """
+        try:
+            steps, keep = decode_ranking(self.storage.read(self._folder + RANKING), self.location)
+        except MissingFileError:
+            return [], 0
+        there = {each.step: each for each in self.published()}
+        return [there[step] for step in steps if step in there and not self.is_suspect(there[step])], keep
+
     def find(self, choice: str) -> Iterator[RemoteCheckpoint]:
-        """The checkpoints that `choice` means, the preferred one first: "latest", a step, or the name of a checkpoint.
+        """The checkpoints that `choice` means, the preferred one first: "latest", "best", a step, or the name of a checkpoint.
 
         "latest" may yield none; suspect ones come after all others. Raises UserError if the chosen one is not there.
         """
+        if choice == "best":
+            ranked, _ = self.ranked()
+            if not ranked:
+                raise UserError(f"no checkpoint in {self.location} was evaluated", fix='name a step, or "latest"')
+            yield from ranked
+            return
         published = self.published()[::-1]
         word = choice.removeprefix("step-")
         if choice != "latest":

@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
+from typing import Literal
 
 import click
 
@@ -61,6 +62,10 @@ class RemotePlace:
         found = self.checkpoints()
         return next((each for each in reversed(found) if each.manifest), found[-1])
 
+    def best(self) -> str:
+        ranked, _ = self.run.ranked()
+        return ranked[0].name if ranked else ""
+
     def tensors(self, listed: ListedCheckpoint) -> dict[str, Mapping[str, StoredTensor]]:
         if listed.manifest is None:
             raise CheckpointError(listed.problem)
@@ -75,8 +80,11 @@ class RemotePlace:
         return self.run.verify(self._found[listed.name])
 
     @contextmanager
-    def downloaded(self, beside: Path, groups: Collection[str] | None, *, step: int | None = None) -> Iterator[Path]:
-        """Yields the newest checkpoint, or that of a step, in a temporary run directory beside `beside`; see `download_partly`.
+    def downloaded(
+        self, beside: Path, groups: Collection[str] | None, *, step: int | Literal["best"] | None = None
+    ) -> Iterator[Path]:
+        """Yields the newest checkpoint, that of a step, or the best, in a temporary run directory beside `beside`; see
+        `download_partly`.
 
         With `groups`, only these groups of tensors. Raises UserError if the checkpoint has none of a group that is not "model".
         """
@@ -87,7 +95,7 @@ class RemotePlace:
             try:
                 self.run.manifest(each)
             except UNUSABLE as error:
-                if choice != "latest":
+                if choice not in ("latest", "best"):
                     raise CheckpointError(f"{self.url}: {each.name}: {error.message}") from error
                 click.echo(f"skipped {each.name}: {error.message}", err=True)
                 continue

@@ -191,7 +191,7 @@ OPTIONS: tuple[Rule, ...] = (
         - validation uses a dataset of its own | validate_every_n_steps validate_every_n_epochs max_validation_steps | move
           images to a folder of their own, and add a dataset with dataset_type = "eval"
         - DeepSpeed has its own configuration | deepspeed zero_stage offload_optimizer_device offload_param_device
-          zero3_init_flag | --deepspeed_config=FILE; `smalti deepspeed config` writes one
+          zero3_init_flag | --deepspeed_config=FILE; `smalti deepspeed build` writes one
         - Python modules of the user are not loaded | lr_scheduler_type lr_scheduler_args
         - this schedule is not supported | lr_scheduler_timescale
         - attention masks of T5 are not applied | apply_t5_attn_mask

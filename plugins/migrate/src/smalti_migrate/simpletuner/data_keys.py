@@ -21,7 +21,9 @@ DATA_KEYS: Mapping[str, Rule] = {
     "parquet_filename_column": ignored(_IN_AN_ENTRY),
     "conditioning_multidataset_sampling": ignored("datasets of conditioning images are not supported"),
     "masked_loss_probability": renamed("mask_probability", "there drawn for a batch, here for each visit", neutral=(1.0,)),
-    "max_upscale_threshold": refused("there is no limit to upscaling", "minimum_image_size leaves out small images"),
+    "max_upscale_threshold": refused(
+        "it belongs to a dataset", "set max_upscale_threshold in the dataset's entry, with crop_aspect closest or random"
+    ),
     "data_backend_sampling": refused(
         "datasets are sampled in proportion to their size", "set repeats in the datasets' entries", "auto-weighting"
     ),

@@ -30,6 +30,7 @@ from smalti import CheckpointError
 from smalti.checkpoint import (
     GROUPS,
     MANIFEST,
+    RANKING,
     STATE,
     SUSPECT,
     WEIGHTS,
@@ -48,7 +49,10 @@ from smalti_storage_s3.mirror.ownership import Lease
 
 WORK = "mirror"
 """The folder of a run directory in which an upload works."""
-RUN_FILES = ("run.json", "config.toml", "launch.json", "accelerate*.yaml", "events*.jsonl")
+RUN_FILES = (
+    *("run.json", "config.toml", "launch.json", "accelerate*.yaml", "events*.jsonl"),
+    *(f"checkpoints/{RANKING}", "evaluations/*.npy", "evaluations/images.json"),
+)
 """The files of a run directory that each upload replaces in the mirror. Checkpoints are never replaced."""
 CLAIM = ".claim.json"
 KEPT_FILES = "data/trained/*/*.arrow"
@@ -169,7 +173,7 @@ class Uploader:
                 for file in sorted(self.run.path.glob(pattern)):
                     copy = Path(folder) / file.name  # of one moment, while the run appends to the file
                     shutil.copyfile(file, copy)
-                    self.storage.upload(copy, file.name)
+                    self.storage.upload(copy, file.relative_to(self.run.path).as_posix())
         for file in sorted(self.run.path.glob(KEPT_FILES)):
             key = file.relative_to(self.run.path).as_posix()
             if there.get(key) != file.stat().st_size:
@@ -180,8 +184,9 @@ class Uploader:
     def rotate(self) -> list[str]:
         """Remove all but the newest `keep` complete checkpoints from the mirror; returns the names of what was removed.
 
-        Suspect ones do not count. Nothing is removed before the newest was found intact. Damaged ones, and those that another
-        program has put there, are never removed.
+        The best ones stay too, as many as the ranking says; CheckpointError while that cannot be read. Suspect ones do not
+        count. Nothing is removed before the newest was found intact. Damaged ones, and those that another program has put
+        there, are never removed.
         """
         if self.keep is None or not self.storage.deletes:
             return []
@@ -205,6 +210,8 @@ class Uploader:
         self, mirror: RemoteRun, entries: Sequence[RemoteCheckpoint]
     ) -> tuple[RemoteCheckpoint | None, list[RemoteCheckpoint]]:
         """The newest complete checkpoint, and what can be removed once it is known to be intact; newest first."""
+        ranked, keep_best = mirror.ranked()
+        best = {each.name for each in ranked[:keep_best]}
         kept: set[int] = set()
         newest, old = None, []
         for each in entries:
@@ -223,7 +230,7 @@ class Uploader:
             if len(kept) < (self.keep or 0) and each.step not in kept:
                 if SUSPECT not in manifest.flags:
                     kept.add(each.step)
-            elif kept and CLAIM in each.sizes:
+            elif kept and CLAIM in each.sizes and each.name not in best:
                 old.append(each)
         return newest, old
 

@@ -97,6 +97,9 @@ class History:
                 loss = _number(event.get("loss"))
                 if loss is not None:
                     self._measure("eval_loss", step or 0, float(when), loss)
+                levels = event.get("by_timestep")
+                named = {f"eval_loss/t={name}": loss for name, loss in levels.items()} if isinstance(levels, dict) else {}
+                self._measure_all(named, step or 0, float(when))
             case "phase":
                 self._enter(str(event.get("phase", "")), event, float(when))
             case "state":
