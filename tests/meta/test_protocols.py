@@ -27,14 +27,20 @@ ALIASES = {"Part", "Progress"}
 ADDRESSES = [address for chapter in CHAPTERS for address in (*chapter.classes, *chapter.optional, *chapter.given)]
 
 
+@pytest.fixture(scope="module")
+def made() -> str:
+    """The page as the code has it."""
+    return page()
+
+
 def protocols(path: Path) -> list[str]:
     """The protocols that a file defines, but for private ones."""
     classes = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ClassDef)]
     return [each.name for each in classes if "Protocol" in map(ast.unparse, each.bases) and not each.name.startswith("_")]
 
 
-def test_the_page_is_up_to_date(root):
-    assert (root / "docs/reference/protocols.md").read_text() == page(), "smalti plugin reference > docs/reference/protocols.md"
+def test_the_page_is_up_to_date(root, made):
+    assert (root / "docs/reference/protocols.md").read_text() == made, "smalti plugin reference > docs/reference/protocols.md"
 
 
 def test_the_page_has_no_private_names(root):
@@ -58,9 +64,9 @@ def test_every_record_that_a_plugin_registers_is_on_the_page():
     assert registered <= {address.partition(":")[2] for address in ADDRESSES}
 
 
-def test_every_method_of_a_protocol_is_on_the_page():
+def test_every_method_of_a_protocol_is_on_the_page(made):
     """The page is made from the source without importing it; here the classes are imported."""
-    sections = dict(re.findall(r"^### `(\w+)`\n(.*?)(?=^###? |\Z)", page(), flags=re.MULTILINE | re.DOTALL))
+    sections = dict(re.findall(r"^### `(\w+)`\n(.*?)(?=^###? |\Z)", made, flags=re.MULTILINE | re.DOTALL))
     for kind in (resolve_name(address) for address in ADDRESSES):
         if getattr(kind, "_is_protocol", False):
             members = {name for name, value in vars(kind).items() if inspect.isfunction(value) or isinstance(value, property)}
@@ -77,7 +83,7 @@ def classes_named(owner, sections):
     return {word for word in words if word in sections}
 
 
-def test_every_class_in_the_signature_of_a_hook_or_of_a_documented_class_is_on_the_page(root):
+def test_every_class_in_the_signature_of_a_hook_or_of_a_documented_class_is_on_the_page(root, made):
     """Here the classes are imported; the page is made from the source."""
     defined = {
         node.name
@@ -85,17 +91,17 @@ def test_every_class_in_the_signature_of_a_hook_or_of_a_documented_class_is_on_t
         for node in ast.parse(path.read_text()).body
         if isinstance(node, ast.ClassDef)
     }
-    shown = {*re.findall(r"^### `(\w+)`", page(), flags=re.MULTILINE), *ALIASES}
+    shown = {*re.findall(r"^### `(\w+)`", made, flags=re.MULTILINE), *ALIASES}
     assert {"RunState", "RunInfo", "StepResult", "GpuFault", "Config", "Loaded", "ContextPlan", "DatasetSpec"} <= shown
     for owner in (HookSpecs, *(resolve_name(address) for address in ADDRESSES)):
         assert classes_named(owner, defined) <= shown, owner
 
 
-def test_a_base_gives_the_defaults_that_the_page_says():
+def test_a_base_gives_the_defaults_that_the_page_says(made):
     for chapter in CHAPTERS:
         for base in chapter.bases:
             kind = resolve_name(base)
-            for method in re.findall(rf"^\| `(\w+)` \| default in `{kind.__name__}` \|", page(), flags=re.MULTILINE):
+            for method in re.findall(rf"^\| `(\w+)` \| default in `{kind.__name__}` \|", made, flags=re.MULTILINE):
                 assert callable(getattr(kind, method)), (base, method)
 
 

@@ -3,6 +3,7 @@
 import ast
 import re
 from collections.abc import Iterator
+from functools import cache
 
 import pytest
 
@@ -108,6 +109,7 @@ def names(module: ast.Module) -> Iterator[str]:
                 yield name
 
 
+@cache
 def replacement(name: str) -> str:
     """What to use instead of a name that contains a retired word; empty for other names."""
     words = "_".join(re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+", name)).lower()
