@@ -75,14 +75,15 @@ def choose_attention(model: nn.Module, kernel: Kernel, device: str) -> None:
     """Make every forward pass of `model` use this kernel. Backward, which may compute parts again, is the loop's to surround.
 
     With "auto", small attention on the CPU is computed in fp32: in every module that calls itself attention, so that what is
-    computed again is computed alike. `forward` is replaced, below all hooks: call this before the model is wrapped.
+    computed again is computed alike. Compiled blocks keep torch's own. `forward` is replaced, below all hooks: call this before
+    the model is wrapped.
     """
     if kernel != "auto":
         forward_within(model, partial(_explained, kernel))
     elif torch.device(device).type == "cpu":
         for module in model.modules():
-            if "Attention" in type(module).__name__:
-                forward_within(module, SmallInFp32)
+            if "Attention" in type(module).__name__:  # no mode where torch.compile traces: it would end every graph
+                forward_within(module, lambda: nullcontext() if torch.compiler.is_compiling() else SmallInFp32())
 
 
 def forward_within(module: nn.Module, context: Callable[[], AbstractContextManager[object]]) -> None:

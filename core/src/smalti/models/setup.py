@@ -62,8 +62,7 @@ def compile_blocks(model: nn.Module, blocks: Sequence[Block], config: Config) ->
     torch._dynamo.config.recompile_limit = _MOST_SHAPES
     for block in blocks:
         module = model.get_submodule(block.path)
-        compiled = torch.compile(module.forward, backend=options.dynamo_backend.lower(), mode=options.dynamo_mode)
-        module.forward = compiled
+        module.forward = torch.compile(module.forward, backend=options.dynamo_backend.lower(), mode=options.dynamo_mode)
 
 
 def tf32_choice(config: Config, device: str) -> bool | None:
