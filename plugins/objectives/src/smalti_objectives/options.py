@@ -13,7 +13,7 @@ class ObjectivesOptions(Options):
         None,
         help="Hold the adapted model to the one without the adapter, for another caption of each image. `class` means its own"
         " with `preserve_class` for the trigger word, `prompts` one of `preserve_prompts`.",
-        tradeoff="other prompts stay as they were; a step takes about 2.4 times as long",
+        tradeoff="other prompts stay as they were; a step takes about 2.6 times as long",
     )
     preserve_weight: float = option(
         1.0, help="Weight of the loss that `preserve` adds.", level="advanced", when="preserve", ge=0
