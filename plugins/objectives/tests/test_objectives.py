@@ -16,7 +16,7 @@ from smalti.models import SizeConditioning, materialise
 from smalti.plugins import load_plugins, schema_of
 from smalti.training import Term, denoising_loss
 from smalti_objectives.plugin import plugin
-from smalti_objectives.timestep_range import CutSampler
+from smalti_objectives.timestep_range import TruncatedSampler
 from smalti_testing import TinyFamily
 
 SCHEMA = schema_of(load_plugins())
@@ -222,10 +222,10 @@ def test_times_in_a_range_have_the_frequencies_of_the_distribution(distribution,
     for low, high in ((0.0, 0.875), (0.875, 1.0), (0.3, 0.6)):
         everywhere = whole(u, 64)
         inside = everywhere[(everywhere >= low) & (everywhere <= high)].sort().values
-        cut = CutSampler(sampler=whole, low=low, high=high)
+        truncated = TruncatedSampler(sampler=whole, low=low, high=high)
         places = (torch.linspace(0.01, 0.99, 50) * len(inside)).long()
-        torch.testing.assert_close(cut((places + 0.5) / len(inside), 64), inside[places], atol=2e-3, rtol=0)
-        ends = cut(torch.tensor([1e-7, 1 - 1e-7]), 64)
+        torch.testing.assert_close(truncated((places + 0.5) / len(inside), 64), inside[places], atol=2e-3, rtol=0)
+        ends = truncated(torch.tensor([1e-7, 1 - 1e-7]), 64)
         assert low <= float(ends.min())
         assert float(ends.max()) <= high
 

@@ -142,7 +142,8 @@ def test_entries_of_caches_that_do_nothing_are_told(configure, plugins, tmp_path
 
 
 def test_datasets_that_only_a_package_uses_are_refused_without_it(tmp_path, write):
-    folder, plugins = {"instance_data_dir": str(tmp_path)}, load_plugins(Selection(only=("toy",)))
+    (tmp_path / "pictures").mkdir()
+    folder, plugins = {"instance_data_dir": str(tmp_path / "pictures")}, load_plugins(Selection(only=("toy",)))
     entries = [{"id": "a", **folder}, {"id": "b", **folder, "is_regularisation_data": True}]
     data = write("data.json", json.dumps([*entries, {"id": "c", **folder, "dataset_type": "eval"}]))
     flags = ("--model_family=toy", "--max_train_steps=1", f"--data_backend_config={data}", f"--output_dir={tmp_path / 'run'}")

@@ -13,7 +13,7 @@ class ObjectivesOptions(Options):
         None,
         help="Hold an adapter to the model without it for another caption of each image. `class`: its caption with"
         " `preserve_class` in place of the trigger word. `blank`: the empty prompt. `prompts`: one of `preserve_prompts`.",
-        tradeoff="other prompts stay as they were; a step takes about 2.4 times as long",
+        tradeoff="other prompts stay as they were; a step takes about 2.6 times as long",
     )
     preserve_weight: float = option(
         1.0, help="Weight of the loss that `preserve` adds.", level="advanced", when="preserve", ge=0

@@ -1,7 +1,7 @@
-"""A range of noise levels: the distribution of times, cut off at both ends.
+"""A range of noise levels: the distribution of times, truncated at both ends.
 
 Inside the range, times keep their frequencies relative to one another. Clamping would train the ends most, and a linear map
-would move the shape: the range is cut in the uniform numbers instead, by the inverse of the quantile function.
+would move the shape: the uniform numbers are truncated instead, by the inverse of the quantile function.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ class TimestepRange(Term):
         self.low, self.high = low, high
 
     def timesteps(self, sampler: TimestepSampler) -> TimestepSampler:
-        return CutSampler(sampler=sampler, low=self.low, high=self.high)
+        return TruncatedSampler(sampler=sampler, low=self.low, high=self.high)
 
 
 @dataclass(frozen=True, kw_only=True)
-class CutSampler(TimestepSampler):
+class TruncatedSampler(TimestepSampler):
     """The times of another sampler between `low` and `high`."""
 
     sampler: TimestepSampler
