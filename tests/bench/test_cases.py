@@ -16,6 +16,7 @@ from accelerate.state import AcceleratorState
 
 from smalti.parallel import native_bf16
 from support.forked_ranks import forked_processes
+from support.nodes import forked_commands
 
 BENCH = Path(__file__).parents[2] / "bench"
 
@@ -46,13 +47,28 @@ OF_THIS_MACHINE = {
 """Results of steps in the precision that smalti chooses here, by a part of their names."""
 
 
+LAUNCHING = ("first_step", "save", "detect")
+"""They start `python -m smalti`, here as a fork of their process."""
+
+
 @pytest.fixture(scope="module")
-def process(tmp_path_factory):
-    """One process for all other cases, with imports done."""
+def demo(tmp_path_factory):
     with patch.dict(os.environ, DEMO=str(tmp_path_factory.mktemp("demo"))):
-        running = forked_processes(ranks=1, group=False, imports=["diffusers"])
-        with running:
-            yield running
+        yield
+
+
+@pytest.fixture(scope="module")
+def process(demo):
+    """One process for all other cases, with imports done."""
+    with forked_processes(ranks=1, group=False, imports=["diffusers"]) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def launching(demo):
+    with forked_processes(ranks=1, group=False, imports=["diffusers", *forked_commands.HEAVY[:-1]]) as running:
+        running.run(forked_commands.start_children_from_fork)
+        yield running
 
 
 def measured(case: str) -> list[dict[str, object]]:
@@ -67,9 +83,10 @@ def measured(case: str) -> list[dict[str, object]]:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_case_runs(process, case):
+def test_a_case_runs(request, case):
     if case in ON_A_SERVER and shutil.which("weed", path=str(Path(sys.executable).parent)) is None:
         pytest.skip("needs SeaweedFS")
+    process = request.getfixturevalue("launching" if case in LAUNCHING else "process")
     results = measured(case) if case in ON_RANKS else process.run(measured, case)[0]
     assert results
     assert [each for each in results if not math.isfinite(each["ratio"])] == []
