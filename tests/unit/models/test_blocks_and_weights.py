@@ -5,6 +5,7 @@ import torch
 from hypothesis import given, strategies as st
 from safetensors.torch import save_file
 from torch import nn
+from torch._dynamo.utils import counters
 
 from smalti import types
 from smalti.builtin.core import Core
@@ -176,6 +177,29 @@ def test_what_a_strategy_has_compiled_is_not_compiled_again(compiled):
     compile_blocks(model, BLOCKS[:1], compiled)
     ensure_compiled(model, lambda wrapped: wrapped, BLOCKS, compiled, "Mine")
     assert ["forward" in vars(block) for block in model.blocks[:2]] == [True, False]
+
+
+class Wide(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.layer = nn.Linear(width, width)
+
+    def forward(self, tokens):
+        return tokens + self.layer(tokens)
+
+
+def test_blocks_of_many_widths_stay_compiled_for_sizes_and_batches_of_training_validation_and_evaluation(compiled):
+    """Blocks of a class share their code, and torch counts the graphs of code."""
+    counters.clear()
+    model = nn.Module()
+    model.blocks = nn.ModuleList(Wide(width) for width in range(2, 10))
+    compile_blocks(model, [types.Block(path=f"blocks.{n}", class_name="Wide", parameters=1) for n in range(8)], compiled)
+    for batch, length, learns in ((3, 4, True), (3, 5, True), (2, 6, True), (1, 5, True), (3, 4, False), (1, 6, False)):
+        with torch.set_grad_enabled(learns):
+            for width, block in enumerate(model.blocks, start=2):
+                block(torch.randn(batch, length, width))
+    assert counters["stats"]["unique_graphs"] > 16
+    assert counters["unimplemented"] == {}
 
 
 @pytest.mark.parametrize(("flags", "refused"), [(("--gradient_checkpointing",), 1), ((), 0)])

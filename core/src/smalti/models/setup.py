@@ -26,8 +26,10 @@ from smalti.models.family import ModelFamily
 from smalti.parallel import in_bf16, products
 from smalti.types import Block
 
-_MOST_SHAPES = 16
-"""Input shapes compiled for each block."""
+_MOST_GRAPHS = 16 * 6
+"""Of all blocks of a class, which torch counts together: up to 16 that differ, as in width, for six kinds of input each: the
+first size, all others, from which on torch lets sizes vary, and batches of one; with gradients, and without in validation and
+evaluation. So the number of buckets does not matter."""
 
 
 def ensure_compiled(
@@ -54,12 +56,12 @@ def compile_blocks(model: nn.Module, blocks: Sequence[Block], config: Config) ->
     """Compile every block if the options ask for it; nothing runs before the first forward pass.
 
     The block's own `forward` is compiled, below all hooks, which gather parameters and cannot be traced. After
-    `_MOST_SHAPES` different shapes a block runs as it is, for those shapes that come after.
+    `_MOST_GRAPHS` graphs the blocks of a class run as they are, for inputs of further kinds.
     """
     options = config[LaunchOptions]
     if options.dynamo_backend is None:
         return
-    torch._dynamo.config.recompile_limit = _MOST_SHAPES
+    torch._dynamo.config.recompile_limit = _MOST_GRAPHS
     for block in blocks:
         module = model.get_submodule(block.path)
         module.forward = torch.compile(module.forward, backend=options.dynamo_backend.lower(), mode=options.dynamo_mode)

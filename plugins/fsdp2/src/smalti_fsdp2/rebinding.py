@@ -106,7 +106,7 @@ class Rebinding:
         if not swapped and all(new is old for new, old in zip(contents, cells, strict=True)):
             return function
         scope = {**function.__globals__, **swapped}
-        del scope["__name__"]  # by which torch.compile would look into the module instead
+        scope.pop("__name__", None)  # by which torch.compile would look into the module instead
         closure = tuple(
             cell if new is old else CellType(new)
             for cell, new, old in zip(function.__closure__ or (), contents, cells, strict=True)
