@@ -70,7 +70,8 @@ def changed(weight: Tensor, parts: Mapping[str, Tensor], scale: float) -> Tensor
 
 def row_norms(weight: Tensor) -> Tensor:
     """(out,) lengths of the rows of a weight."""
-    return torch.linalg.vector_norm(weight.flatten(1), dim=1)
+    norms: Tensor = torch.linalg.vector_norm(weight.flatten(1), dim=1)
+    return norms
 
 
 def by_row(values: Tensor, dimensions: int) -> Tensor:

@@ -59,7 +59,7 @@ def _lycoris(values: Mapping[str, object]) -> dict[str, object]:
     if algorithm == "lokr":
         found["lokr_factor"] = content.get("factor", -1)
     family = str(plain(values.get("model_family"))).replace("-", "_")
-    return found | _preset(cast(object, content.get("apply_preset", {})), algorithm, _LACKING.get(family, set()))
+    return found | _preset(content.get("apply_preset", {}), algorithm, _LACKING.get(family, set()))
 
 
 def _content(given: object) -> Mapping[str, object]:
