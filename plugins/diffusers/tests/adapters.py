@@ -18,6 +18,8 @@ from smalti.plugins.discovery import load_plugins
 from smalti.plugins.lookup import find_family
 from smalti.plugins.schema import schema_of
 from smalti_diffusers.families.qwen_image import mask_aside
+from smalti_diffusers.lora.kinds import parted
+from smalti_diffusers.lora.shapes import MAGNITUDE
 from smalti_export.folder import NewExport, TrainedWeights
 from smalti_testing.family_subject import FamilySubject
 from smalti_testing.strategies import SingleRank
@@ -56,7 +58,7 @@ class Adapter:
     def export(self, folder: Path, **request) -> Path:
         """The one file of tensors, or the folder of a complete model."""
         trained = TrainedWeights(OwnCheckpoint(self.checkpoint), use_ema=False, precision=None)
-        described = {"kind": "lora", "rank": RANK, "alpha": ALPHA}
+        described = self.subject.family.adapter(0)
         asked = ExportRequest(**request)
         self.subject.family.check_export(asked)
         made = NewExport(folder, trained, described, lambda done, total: None, name=folder.name, request=asked)
@@ -79,10 +81,11 @@ def make_adapter(root: Path, name: str, *flags: str, base: Path | None = None) -
     subject = FamilySubject(family(name, base, *words))
     model = materialise(subject.bare(), subject.family.weights(0), "cpu").eval()
     random = torch.Generator().manual_seed(7)
-    trained = {name: each for name, each in model.named_parameters() if ".lora_" in name}
+    trained = {name: each for name, each in model.named_parameters() if parted(name)}
     with torch.no_grad():
-        for parameter in trained.values():
-            parameter.copy_(torch.randn(parameter.shape, generator=random) * 0.2)
+        for key, parameter in trained.items():
+            values = torch.randn(parameter.shape, generator=random) * 0.2
+            parameter.copy_(parameter * (1 + values) if MAGNITUDE in key else values)
     saved = save(root, Snapshot(step=1, state=PortableState(model=trained)), SingleRank())
     return Adapter(name=name, base=base, subject=subject, model=model, checkpoint=saved.path)
 

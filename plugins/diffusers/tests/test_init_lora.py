@@ -131,7 +131,7 @@ def refusal(tmp_path, contents):
 
 
 REFUSED = {
-    "a LoHa": ({"lora_unet_x.hada_w1_a": torch.ones(2, 2)}, "is a LoHa, and only LoRA is supported"),
+    "half a LoHa": ({"lora_unet_x.hada_w1_a": torch.ones(2, 2)}, "has of lora_unet_x only hada_w1_a"),
     "no LoRA": ({"weight": torch.ones(2, 2)}, "has no layers of a LoRA"),
     "half of it": ({"transformer.x.lora_A.weight": torch.ones(2, 2)}, r"without transformer\.x\.lora_B\.weight"),
 }

@@ -125,5 +125,5 @@ def test_all_that_an_example_asks_for_and_is_not_there_is_named_at_once(dry_run)
     code, shown = dry_run({**EVERYWHERE, **OF_SOME, **keys, "model_family": "flux"})
     said = "\n".join(problem["message"] for problem in shown["problems"])
     assert code == 2
-    for text in ("ControlNet is not", "LyCORIS adapters", "TREAD is not", "image editing is not"):
+    for text in ("ControlNet is not", "lycoris_config, the file", "TREAD is not", "image editing is not"):
         assert text in said

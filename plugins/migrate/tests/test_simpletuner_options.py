@@ -126,7 +126,7 @@ def test_all_that_is_refused_is_reported_at_once_with_what_to_do(from_file, writ
     told = problems(from_file, {"controlnet": True, "lora_type": "lycoris", "musubi_blocks_to_swap": 8, "colour": 1})
     for text in (
         "controlnet = true: ControlNet is not supported\n    fix: set it to false",
-        'lora_type = "lycoris": LyCORIS adapters (LoKr, LoHa ...) are not supported\n    fix: set lora_type to standard',
+        'lora_type = "lycoris": lycoris_config, the file with its settings, is missing\n    fix: remove it, or set lora_kind',
         "musubi_blocks_to_swap = 8: block swap is not supported",
         "unknown option colour",
     ):

@@ -111,7 +111,8 @@ class ModelFamily:
         """The trainable model. Called with parameters on the meta device; buffers are real, but for large ones that
         `weights` has. Must be cheap.
 
-        A model with a method `enable_gradient_checkpointing` supports `--gradient_checkpointing`.
+        A model with a method `enable_gradient_checkpointing` supports `--gradient_checkpointing`. A module that reads
+        parameters of its parts without calling these has a true attribute `reads_parts`, so that ZeRO 3 gathers them with it.
         """
         ...
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
-from deepspeed.runtime.zero.partition_parameters import Init
+from deepspeed.runtime.zero.partition_parameters import Init, register_external_parameter
 from torch import nn
 
 from smalti.models import Weights, first_weight
@@ -15,7 +15,8 @@ from smalti.models import Weights, first_weight
 def partition(model: nn.Module, weights: Weights, document: Mapping[str, object], device: str) -> nn.Module:
     """The model, whose parameters are on the meta device, with every parameter sharded over the ranks; buffers on `device`.
 
-    `document` is DeepSpeed's configuration. Every rank reads each tensor and keeps its part of it. *Collective*.
+    When a module with a true attribute `reads_parts` computes, the parameters of its parts are there, too. `document` is
+    DeepSpeed's configuration. Every rank reads each tensor and keeps its part of it. *Collective*.
     """
     init = Init(config_dict_or_path=dict(document))
     made: dict[nn.Parameter, nn.Parameter] = {}  # what is shared stays shared
@@ -35,6 +36,10 @@ def partition(model: nn.Module, weights: Weights, document: Mapping[str, object]
         for name, buffer in list(module._buffers.items()):
             if buffer is not None:
                 module._buffers[name] = (weights.get(path + name) if path + name in known else buffer).to(device)
+    for module in model.modules():
+        if getattr(module, "reads_parts", False):  # DeepSpeed would gather only what the module itself holds
+            for parameter in module.parameters():
+                register_external_parameter(module, parameter)
     if init.mem_efficient_linear:
         init._enable_mem_efficient_linear()
     return model

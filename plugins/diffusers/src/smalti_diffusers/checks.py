@@ -5,16 +5,16 @@ from __future__ import annotations
 from importlib.metadata import version
 from importlib.util import find_spec
 
-from smalti import Config, Problem
+from smalti import Config, Problem, UserError
 from smalti.config import LaunchOptions, ModelOptions
-from smalti_diffusers.options import LoraOptions
+from smalti_diffusers.options import TITLES, LoraOptions, pattern_values
 
 _OPTION = "base_model_precision"
 
 
 def problems(config: Config) -> list[Problem]:
     """All complaints at once."""
-    return [*_without_adapter(config), *_quantisation(config)]
+    return [*_without_adapter(config), *_kind(config), *_quantisation(config)]
 
 
 def _without_adapter(config: Config) -> list[Problem]:
@@ -30,6 +30,36 @@ def _without_adapter(config: Config) -> list[Problem]:
         for name in ("init_lora", "assistant_lora")
         if config.value(name) is not None
     ]
+
+
+def _kind(config: Config) -> list[Problem]:
+    """Options that the kind of adapter does not have."""
+    options = config[LoraOptions]
+    if config[ModelOptions].model_type != "lora":
+        return []
+    found = []
+    for option in ("lora_rank_pattern", "lora_alpha_pattern", "lokr_factor_pattern"):
+        try:
+            pattern_values(option, getattr(options, option))
+        except UserError as error:
+            found.append(Problem(message=error.message, where=config.source(option), fix=error.fix))
+    kind = TITLES[options.lora_kind]
+    if options.lora_kind in ("lokr", "loha"):
+        lacking = {
+            "lora_dropout": (options.lora_dropout > 0, f"{kind} has no dropout"),
+            "use_rslora": (options.use_rslora, f"the scale of a {kind} is alpha / rank"),
+            "assistant_lora": (options.assistant_lora is not None, f"an assistant is not supported beside a {kind}"),
+        }
+        found += [
+            Problem(message=message, where=config.source(option), fix=f"leave --{option} out, or --lora_kind=lora")
+            for option, (given, message) in lacking.items()
+            if given
+        ]
+    if options.lora_kind == "dora" and options.base_model_precision != "no_change":
+        message = f"DoRA reads the weights in every step, and those in {options.base_model_precision} would be restored for it"
+        fix = f"--{_OPTION}=no_change, or --lora_kind=lora"
+        found.append(Problem(message=message, where=config.source(_OPTION), fix=fix))
+    return found
 
 
 def _quantisation(config: Config) -> list[Problem]:

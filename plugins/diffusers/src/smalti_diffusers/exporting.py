@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 from smalti import UserError
 from smalti.system import load_json, read_regular
-from smalti_diffusers.lora.formats import TrainedAdapter, chosen_format, write_adapter
+from smalti_diffusers.lora.formats import chosen_format, write_adapter
 from smalti_diffusers.lora.merging import merged_weights
+from smalti_diffusers.lora.trained import TrainedAdapter
 from smalti_diffusers.sources.location import INDEX
 from smalti_diffusers.sources.single_file import single_file_layout, trained_tensors, write_single_file
 from smalti_diffusers.usage import adapter_usages, pipeline_usages, single_file_usages
@@ -38,7 +40,7 @@ def check_request(family: PipelineFamily, request: ExportRequest) -> None:
             )
         single_file_layout(family.name)
     if family.lora is not None and not request.merge:
-        chosen_format(family.name, request.format)
+        chosen_format(family.name, request.format, family.lora.kind)
 
 
 def export_pipeline(family: PipelineFamily, folder: ExportFolder) -> None:
@@ -46,8 +48,9 @@ def export_pipeline(family: PipelineFamily, folder: ExportFolder) -> None:
     config, merge = family.components.config(family.part), folder.request.merge
     folder.metadata |= _metadata(family, adapter=family.lora is not None and not merge)
     if family.lora is not None and not merge:
-        format = chosen_format(family.name, folder.request.format)
-        write_adapter(folder, format, family.name, family.part, family.meta_model, config)
+        format = chosen_format(family.name, folder.request.format, family.lora.kind)
+        base = partial(family.base_weights, family.seed)
+        write_adapter(folder, format, family.name, family.part, family.meta_model, config, base)
         folder.usages += adapter_usages(family, format, folder.name)
         return
     tensors = None

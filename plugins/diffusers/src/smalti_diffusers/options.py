@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -13,6 +13,8 @@ from smalti.config import Names
 
 EmptyPrompt = Literal["auto", "zeros", "encoded"]
 FrozenType = Literal["auto", "fp32", "bf16"]
+Kind = Literal["lora", "dora", "lokr", "loha"]
+TITLES: Mapping[Kind, str] = {"lora": "LoRA", "dora": "DoRA", "lokr": "LoKr", "loha": "LoHa"}
 Precision = Literal["no_change", "int8-torchao", "fp8-torchao", "nf4-torchao", "int8-rowwise", "fp8-rowwise"]
 
 Sampling = Literal["ddim", "ddpm", "euler", "euler-a", "heun", "unipc", "dpm++"]
@@ -101,7 +103,7 @@ class DiffusersOptions(Options):
 class LoraOptions(Options):
     init_lora: Path | None = option(
         None,
-        help="Start from the LoRA in this file, in any format. Its rank and alpha are those of the run.",
+        help="Start from the adapter in this file, in any format. Its kind, rank and alpha are those of the run.",
         when="model_type == lora",
     )
     assistant_lora: str | None = option(
@@ -110,6 +112,12 @@ class LoraOptions(Options):
         "A file, or user/repository/file on the Hub.",
         when="model_type == lora",
         aliases=["assistant_lora_path"],
+    )
+    lora_kind: Kind = option(
+        "lora",
+        help="Kind of adapter: LoRA, LoKr (Kronecker product), LoHa (Hadamard product), or DoRA (LoRA with a length per row).",
+        when="model_type == lora",
+        tradeoff="dora computes a norm of each adapted weight in every step, loha a matrix as large as the weight",
     )
     lora_rank: int = option(16, help="Rank of the adapter's matrices.", when="model_type == lora", ge=1)
     lora_alpha: float | None = option(
@@ -123,12 +131,43 @@ class LoraOptions(Options):
     )
     lora_targets: Names = option(
         (),
-        help="Layers to adapt: name suffixes, or regular expressions of them. Default: set by the model family.",
+        help="Layers to adapt: name suffixes, classes of modules such as Attention, or regular expressions of name suffixes. "
+        "Default: set by the model family.",
         when="model_type == lora",
+    )
+    lora_exclude: Names = option(
+        (), help="Layers not to adapt, named as in lora_targets.", level="advanced", when="model_type == lora"
+    )
+    lora_rank_pattern: Names = option(
+        (),
+        help="Rank of some layers, as NAME=RANK with names as in lora_targets. The first that matches counts.",
+        level="advanced",
+        when="model_type == lora",
+    )
+    lora_alpha_pattern: Names = option(
+        (), help="Alpha of some layers, as NAME=ALPHA.", level="advanced", when="model_type == lora"
+    )
+    use_rslora: bool = option(
+        False,
+        help="Scale the adapter by alpha / sqrt(rank): rank-stabilised LoRA.",
+        level="advanced",
+        when="model_type == lora",
+    )
+    lokr_factor: int = option(
+        -1,
+        help="Size of the smaller factor of a LoKr, where it divides the size of the layer. -1: near the square root.",
+        when="lora_kind == lokr",
+        ge=-1,
+    )
+    lokr_factor_pattern: Names = option(
+        (), help="lokr_factor of some layers, as NAME=FACTOR.", level="advanced", when="lora_kind == lokr"
+    )
+    lokr_full: bool = option(
+        False, help="Train full matrices as both factors of a LoKr, without rank and alpha.", when="lora_kind == lokr"
     )
     lora_init: Literal["kaiming", "gaussian"] = option(
         "kaiming",
-        help="Initialisation of the first matrix; the second is zero.",
+        help="Initialisation of the first matrix of a LoRA or DoRA; the second is zero.",
         level="advanced",
         when="model_type == lora",
         aliases=["lora_init_type"],
@@ -146,6 +185,21 @@ class LoraOptions(Options):
         when="model_type == lora",
         tradeoff="8 bits take half the memory of bf16, nf4 a quarter; slower steps with torchao, rounded inputs with rowwise",
     )
+
+
+def pattern_values(option: str, given: Sequence[str]) -> list[tuple[str, float]]:
+    """The pairs in the value of an option of patterns. Raises UserError for one that is not NAME=NUMBER."""
+    pairs = []
+    for each in given:
+        name, _, value = each.rpartition("=")
+        try:
+            number = float(value)
+        except ValueError:
+            number = 0.0
+        if not name or (number <= 0 and value != "-1"):
+            raise UserError(f"{each!r} in --{option} is not NAME=NUMBER", fix=f"--{option}=to_q=8,Attention=16")
+        pairs.append((name, number))
+    return pairs
 
 
 def _from_init_lora(given: Mapping[str, object]) -> Translation:
@@ -167,7 +221,15 @@ def _from_init_lora(given: Mapping[str, object]) -> Translation:
         notices.append(("text encoders", f"are not used: the {skipped} layers of text encoders in the file are left out"))
     if unused := header.unused:
         notices.append((unused[0], f"is not used, like {len(unused) - 1} other tensors of the file: they are not of a LoRA"))
-    return Translation(values={"lora_rank": ("rank", header.rank), "lora_alpha": ("alpha", header.alpha)}, notices=notices)
+    found = {"lora_rank": ("rank", header.rank), "lora_alpha": ("alpha", header.alpha)}
+    values: dict[str, tuple[str, object]] = {name: each for name, each in found.items() if each[1] is not None}
+    if (header.kind, given.get("lora_kind")) != ("lora", "dora"):
+        values["lora_kind"] = ("kind", header.kind)
+    if header.kind == "lokr":
+        values["lokr_full"] = ("rank", header.rank is None)
+        if header.factor is not None:
+            values["lokr_factor"] = ("factor", header.factor)
+    return Translation(values=values, notices=notices)
 
 
 GROUPS = (

@@ -28,9 +28,11 @@ from smalti.system import importing
 from smalti_diffusers.exporting import check_request, export_pipeline
 from smalti_diffusers.flavours import FLAVOURS
 from smalti_diffusers.flowshift import scheduler_shift
-from smalti_diffusers.lora.adapter import AdaptedWeights, Lora, adapter_shapes, attach
+from smalti_diffusers.lora.adapter import attach
 from smalti_diffusers.lora.assistant import ASSISTANT, is_distilled, locate as locate_assistant, notice
+from smalti_diffusers.lora.chosen import chosen_adapter, description
 from smalti_diffusers.lora.eight_bits import eight_bit_weights
+from smalti_diffusers.lora.first_weights import AdaptedWeights
 from smalti_diffusers.lora.header import AdapterHeader
 from smalti_diffusers.lora.quantisation import check_device, is_sharded, quantise, storage
 from smalti_diffusers.lora.reading import AdapterFile
@@ -102,7 +104,8 @@ class PipelineFamily(ModelFamily):
                 fix=f"leave --prediction_type out; the pipeline says {native}",
             )
         self._bf16 = config is None or in_bf16(config)
-        self.lora, self._base_dtype = _lora(self, config)
+        self.lora = chosen_adapter(config, self.lora_targets())
+        self._base_dtype = _base_dtype(config)
         self._precision = _precision(config)
         self._init_lora = config[LoraOptions].init_lora if config is not None else None
         self._assistant_lora = config[LoraOptions].assistant_lora if config is not None else None
@@ -178,7 +181,7 @@ class PipelineFamily(ModelFamily):
         with without_weights():
             model = self.build_model()
         start = self._adapter_file(self._init_lora) if self._init_lora is not None else None
-        weights = AdaptedWeights(base, adapter_shapes(model), self.lora, seed, start, self._assistant)
+        weights = AdaptedWeights(base, model, self.lora, seed, start, self._assistant)
         return eight_bit_weights(weights, model)
 
     @cached_property
@@ -202,7 +205,7 @@ class PipelineFamily(ModelFamily):
         kept: dict[str, object] = {} if self._precision == "no_change" else {"base_precision": self._precision}
         if self._assistant is not None:
             kept["assistant"] = self._assistant.digest()
-        return {"kind": "lora", "rank": self.lora.rank, "alpha": self.lora.alpha, "base": base, **kept}
+        return {**description(self.lora, self.build_model), "base": base, **kept}
 
     def adapter_strength(self, model: nn.Module, strength: float) -> AbstractContextManager[None]:
         return adapter_scaled(model, strength)
@@ -409,20 +412,11 @@ class PipelineFamily(ModelFamily):
         export_pipeline(self, folder)
 
 
-def _lora(family: PipelineFamily, config: Config | None) -> tuple[Lora | None, torch.dtype]:
-    """The adapter that the options ask for, None when all weights are trained, and the type of what is frozen then."""
+def _base_dtype(config: Config | None) -> torch.dtype:
+    """The type of what is frozen beside an adapter."""
     if config is None or config[ModelOptions].model_type != "lora":
-        return None, torch.float32
-    options = config[LoraOptions]
-    lora = Lora(
-        rank=options.lora_rank,
-        alpha=options.lora_alpha or float(options.lora_rank),
-        dropout=options.lora_dropout,
-        targets=options.lora_targets or family.lora_targets(),
-        init=options.lora_init,
-    )
-    computes = torch.bfloat16 if in_bf16(config) else torch.float32
-    return lora, _DTYPES.get(options.lora_base_dtype, computes)
+        return torch.float32
+    return _DTYPES.get(config[LoraOptions].lora_base_dtype, torch.bfloat16 if in_bf16(config) else torch.float32)
 
 
 def _precision(config: Config | None) -> Precision:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from smalti import FamilyEntry, hookimpl
+from smalti import CommandCollector, FamilyEntry, hookimpl
 from smalti_diffusers.flavours import FLAVOURS, GATED
 
 if TYPE_CHECKING:
@@ -44,6 +44,10 @@ class Diffusers:
         from smalti_diffusers.checks import problems
 
         return problems(config)
+
+    @hookimpl
+    def register_commands(self, commands: CommandCollector) -> None:
+        commands.add_deferred("smalti_diffusers.adapter_command:adapter", "Check, convert, merge and resize files of adapters.")
 
     @hookimpl
     def register_model_families(self) -> list[FamilyEntry]:

@@ -1,44 +1,57 @@
-"""LoRA (Hu et al. 2021) by way of peft: small matrices beside frozen layers, and the first weights of both.
+"""Adapters by way of peft: small matrices beside frozen layers. Their first values are in `first_weights`.
 
-A layer `attn.to_q` becomes `attn.to_q.base_layer`, with `attn.to_q.lora_A.default` (rank, in) and `attn.to_q.lora_B.default`
-(out, rank) beside it.
+A layer `attn.to_q` becomes `attn.to_q.base_layer`, with for example `attn.to_q.lora_A.default` (rank, in) and
+`attn.to_q.lora_B.default` (out, rank) beside it; `kinds` has the other kinds.
 """
 
 from __future__ import annotations
 
-import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from hashlib import blake2b
 from typing import Literal
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from smalti import UserError
-from smalti.models import Weights
 from smalti_diffusers.lora.assistant import ASSISTANT, activate, attach_assistant
-from smalti_diffusers.lora.reading import AdapterFile, padded, target_names
+from smalti_diffusers.lora.kinds import ADAPTER, parted
+from smalti_diffusers.lora.reading import AdapterFile
+from smalti_diffusers.options import Kind
 
-ADAPTER = "default"
-"""What peft calls the trained adapter."""
-_BASE = ".base_layer."
 _NAMES = "--lora_targets=NAME,..., such as to_q,to_k,to_v"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Lora:
-    """An adapter. It is added with the weight `alpha / rank`; `init` is that of lora_A.
+    """An adapter. `targets` and `excluded` select layers as `adapted_layers` says.
 
-    `targets` are ends of module names, from a dot on, or regular expressions of such ends.
+    Of the patterns, which are targets with a value, the first that selects a layer counts. `alpha` None stands for the rank of
+    each layer. `full` is whether a lokr has no rank. `init` is that of lora_A.
     """
 
     rank: int
-    alpha: float
-    dropout: float
+    alpha: float | None
     targets: tuple[str, ...]
+    kind: Kind = "lora"
+    dropout: float = 0.0
+    excluded: tuple[str, ...] = ()
+    stabilised: bool = False
+    """The scale is alpha / sqrt(rank): rsLoRA (Kalajdzievski 2023)."""
+    ranks: tuple[tuple[str, int], ...] = ()
+    alphas: tuple[tuple[str, float], ...] = ()
+    factor: int = -1
+    factors: tuple[tuple[str, int], ...] = ()
+    full: bool = False
     init: Literal["kaiming", "gaussian"] = "kaiming"
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Layer:
+    rank: int
+    alpha: float
+    factor: int
 
 
 def attach(model: nn.Module, lora: Lora, base_dtype: torch.dtype, assistant: AdapterFile | None = None) -> nn.Module:
@@ -48,140 +61,134 @@ def attach(model: nn.Module, lora: Lora, base_dtype: torch.dtype, assistant: Ada
 
     Raises UserError for a target that no layer has, or that is no layer an adapter fits.
     """
-    from peft import LoraConfig, inject_adapter_in_model
-
-    targets = "|".join(map(re.escape, adapted_layers(model, lora.targets)))
-    settings = {"r": lora.rank, "lora_alpha": lora.alpha, "lora_dropout": lora.dropout, "target_modules": targets}
-    config = LoraConfig(**settings)  # type: ignore[arg-type]  # alpha may be a fraction, whatever the annotation says
+    layers = _layers(model, lora)
     try:
-        inject_adapter_in_model(config, model, adapter_name=ADAPTER, low_cpu_mem_usage=True)
-    except ValueError as error:
+        _inject(model, lora, layers)
+    except (ValueError, TypeError) as error:
         raise UserError(f"an adapter does not fit: {error}", fix="--lora_targets=NAME,... of linear layers") from error
     if assistant is not None:
         attach_assistant(model, assistant)
         activate(model, [ADAPTER, ASSISTANT])
     for name, parameter in model.named_parameters():
-        parameter.requires_grad_(_is_trained(name))
+        parameter.requires_grad_(parted(name) is not None)
         if not parameter.requires_grad:
             parameter.data = parameter.data.to(base_dtype)
     return model
 
 
-def adapted_layers(model: nn.Module, targets: Sequence[str]) -> list[str]:
+def _inject(model: nn.Module, lora: Lora, layers: dict[str, _Layer]) -> None:
+    from peft import LoHaConfig, LoKrConfig, LoraConfig, inject_adapter_in_model
+
+    targets = "|".join(map(re.escape, layers))
+    alpha = lora.alpha or lora.rank
+    ranks = {f"^{re.escape(name)}$": layer.rank for name, layer in layers.items() if layer.rank != lora.rank}
+    alphas = {f"^{re.escape(name)}$": layer.alpha for name, layer in layers.items() if layer.alpha != alpha}
+    if lora.kind in ("lora", "dora"):
+        settings = {
+            "r": lora.rank,
+            "lora_alpha": alpha,
+            "lora_dropout": lora.dropout,
+            "target_modules": targets,
+            "rank_pattern": ranks,
+            "alpha_pattern": alphas,
+            "use_rslora": lora.stabilised,
+            "use_dora": lora.kind == "dora",
+        }
+        config = LoraConfig(**settings)  # type: ignore[arg-type]  # alpha may be a fraction, whatever the annotation says
+        inject_adapter_in_model(config, model, adapter_name=ADAPTER, low_cpu_mem_usage=True)
+        if lora.kind == "lora":
+            return
+    from smalti_diffusers.lora.layers import KroneckerModel, declare_reads, decompose
+
+    common = {"r": lora.rank, "alpha": alpha, "target_modules": targets, "rank_pattern": ranks, "alpha_pattern": alphas}
+    if lora.kind == "dora":
+        decompose(model)
+    elif lora.kind == "lokr":
+        factors = {name: layer.factor for name, layer in layers.items()}
+        KroneckerModel.attach(model, LoKrConfig(**common), factors)
+    else:
+        inject_adapter_in_model(LoHaConfig(**common), model, adapter_name=ADAPTER, low_cpu_mem_usage=True)
+    declare_reads(model)
+
+
+def _layers(model: nn.Module, lora: Lora) -> dict[str, _Layer]:
+    """The layers that get an adapter, and what patterns say of each."""
+    names = adapted_layers(model, lora.targets)
+    if lora.excluded:
+        out = set(adapted_layers(model, lora.excluded, "lora_exclude"))
+        names = [name for name in names if name not in out]
+        if not names:
+            raise UserError("lora_exclude leaves no layer to adapt", fix="exclude fewer layers, or add to --lora_targets")
+    ranks = _by_layer(model, names, lora.ranks, "lora_rank_pattern")
+    alphas = _by_layer(model, names, lora.alphas, "lora_alpha_pattern")
+    factors = _by_layer(model, names, lora.factors, "lokr_factor_pattern")
+    found = {}
+    for name in names:
+        rank = ranks.get(name, lora.rank)
+        if lora.full:
+            rank = max(model.get_submodule(name).weight.shape[:2])
+        alpha = alphas.get(name, lora.alpha or rank)
+        found[name] = _Layer(rank=int(rank), alpha=alpha, factor=int(factors.get(name, lora.factor)))
+    return found
+
+
+def _by_layer(model: nn.Module, layers: Sequence[str], patterns: Sequence[tuple[str, float]], option: str) -> dict[str, float]:
+    """The value of each layer that a pattern selects. Raises UserError for a pattern that selects none of `layers`."""
+    found: dict[str, float] = {}
+    for pattern, value in patterns:
+        chosen = set(layers).intersection(adapted_layers(model, (pattern,), option))
+        if not chosen:
+            raise UserError(f"{pattern} in {option} selects no layer that is adapted", fix=f"leave {pattern} out of {option}")
+        found = dict.fromkeys(chosen, value) | found
+    return found
+
+
+def adapted_layers(model: nn.Module, targets: Sequence[str], option: str = "lora_targets") -> list[str]:
     """The names of the modules that `targets` select, each once.
 
-    A target of letters, digits, `_`, `-` and `.` is the end of their names. Any other is a regular expression of it, which
-    selects the layers that an adapter fits: linear ones, and convolutions without groups. Raises UserError if one selects none.
+    A target of letters, digits, `_`, `-` and `.` is the end of their names, from a dot on. The class of a module, such as
+    `Attention`, selects every layer in modules of this class. Any other target is a regular expression of the end of names. The
+    latter two select the layers that an adapter fits: linear ones, and convolutions without groups.
+    Raises UserError if a target selects none.
     """
     modules = dict(model.named_modules())
+    classes = {type(module).__name__ for module in modules.values()}
     found: dict[str, None] = {}
     lost = []
     for target in targets:
-        plain = re.fullmatch(r"[\w.-]+", target)
-        try:
-            end = re.compile(rf"(?:.*\.)?(?:{re.escape(target) if plain else target})")
-        except re.error as error:
-            raise UserError(f"{target} in lora_targets is not a regular expression: {error}", fix=_NAMES) from None
-        names = [name for name, module in modules.items() if end.fullmatch(name) and (plain or _fits(module))]
+        plain = re.fullmatch(r"[\w.-]+", target) is not None
+        names = [name for name in modules if name == target or (plain and name.endswith(f".{target}"))]
+        if not names and target in classes:
+            owners = [f"{name}." for name, module in modules.items() if type(module).__name__ == target]
+            names = [name for name, module in modules.items() if name.startswith(tuple(owners)) and _fits(module)]
+        if not plain:
+            end = _expression(target, option)
+            names = [name for name, module in modules.items() if end.fullmatch(name) and _fits(module)]
         found |= dict.fromkeys(names)
         lost += [] if names else [target]
     if lost:
-        raise UserError(f"no layer's name ends in {', '.join(lost)}", fix=_NAMES)
+        fix = _NAMES if option == "lora_targets" else f"correct {option}"
+        raise UserError(f"no layer's name ends in {', '.join(lost)}", fix=fix)
     return list(found)
+
+
+def _expression(target: str, option: str) -> re.Pattern[str]:
+    try:
+        return re.compile(rf"(?:.*\.)?(?:{target})")
+    except re.error as error:
+        raise UserError(f"{target} in {option} is not a regular expression: {error}", fix=_NAMES) from None
 
 
 def _fits(module: nn.Module) -> bool:
     return isinstance(module, nn.Linear) or (isinstance(module, nn.Conv2d) and module.groups == 1)
 
 
-class AdaptedWeights:
-    """`Weights` of a model with adapters: the base's under the names that it has now, and adapters made from a seed.
-
-    `adapters` are the shapes of the adapters' parameters. lora_B is zero, so that the first prediction is the base's. Each
-    lora_A has random numbers of its own, a function of seed and name. Layers in `start` begin with the matrices of that file.
-    `assistant` has the weights of the second adapter.
-    """
-
-    def __init__(
-        self,
-        base: Weights,
-        adapters: Mapping[str, Sequence[int]],
-        lora: Lora,
-        seed: int,
-        start: AdapterFile | None = None,
-        assistant: AdapterFile | None = None,
-    ) -> None:
-        self._base = base
-        self._adapters = adapters
-        self._lora = lora
-        self._seed = seed
-        self._adapted = {name.partition(".lora_")[0] for name in adapters}
-        self._assistants = {
-            f"{layer}.lora_{matrix}.{ASSISTANT}.weight": (layer, number)
-            for layer in (assistant.ranks if assistant is not None else ())
-            for number, matrix in enumerate("AB")
-        }
-        self._assistant = assistant
-        self._start = start
-        if start is not None:
-            self._check_start(start)
-
-    def names(self) -> Iterator[str]:
-        for name in self._base.names():
-            module, _, own = name.rpartition(".")
-            adapted = module in self._adapted or f"{module}.lora_A.{ASSISTANT}.weight" in self._assistants
-            yield f"{module}{_BASE}{own}" if adapted else name
-        yield from self._adapters
-        yield from self._assistants
-
-    def get(self, name: str) -> Tensor:
-        if self._assistant is not None and name in self._assistants:
-            layer, number = self._assistants[name]
-            return self._assistant.matrices(layer)[number]
-        if name not in self._adapters:
-            return self._base.get(name.replace(_BASE, "."))
-        shape = self._adapters[name]
-        layer = name.partition(".lora_")[0]
-        if self._start is not None and layer in self._start.ranks:
-            return self._from_file(self._start, layer, name)
-        return self._new(name, shape)
-
-    def _check_start(self, start: AdapterFile) -> None:
-        """Raises UserError if the file has layers that the run does not adapt."""
-        if lost := sorted(start.ranks.keys() - self._adapted):
-            raise UserError(
-                f"{start.header.path} has {len(lost)} layers that the run does not adapt, such as {lost[0]}",
-                fix=f"--lora_targets={target_names(start.ranks)}",
-            )
-
-    def _from_file(self, start: AdapterFile, layer: str, name: str) -> Tensor:
-        """A matrix that adds to the weight what the file adds, with the alpha / rank of this run; unused ranks add nothing."""
-        down, up = start.matrices(layer)
-        rank = self._lora.rank
-        if len(down) > rank:
-            raise UserError(
-                f"{layer} has rank {len(down)} in {start.header.path}, and the run has rank {rank}",
-                fix=f"--lora_rank={len(down)}",
-            )
-        if ".lora_A." not in name:
-            return padded(up * (rank / self._lora.alpha), rank, dim=1)
-        return torch.cat([down, self._new(name, self._adapters[name])[len(down) :]])
-
-    def _new(self, name: str, shape: Sequence[int]) -> Tensor:
-        if ".lora_A." not in name:
-            return torch.zeros(*shape)
-        number = int.from_bytes(blake2b(f"{self._seed} {name}".encode(), digest_size=8).digest(), "little")
-        random = torch.Generator().manual_seed(number >> 1)
-        if self._lora.init == "gaussian":
-            return torch.randn(*shape, generator=random) / self._lora.rank
-        bound = 1 / math.sqrt(math.prod(shape[1:]))
-        return torch.rand(*shape, generator=random) * 2 * bound - bound
-
-
 def adapter_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
     """The shapes of the parameters of adapters that train, in a model that has them."""
-    return {name: tuple(parameter.shape) for name, parameter in model.named_parameters() if _is_trained(name)}
+    return {name: tuple(parameter.shape) for name, parameter in model.named_parameters() if parted(name) is not None}
 
 
-def _is_trained(name: str) -> bool:
-    return ".lora_" in name and f".{ADAPTER}." in name
+def adapter_scales(model: nn.Module) -> dict[str, float]:
+    """What the product of the matrices of each layer is multiplied by, in a model with adapters."""
+    modules = {layer: model.get_submodule(layer) for layer, _ in filter(None, map(parted, adapter_shapes(model)))}
+    return {layer: float(module.scaling[ADAPTER]) for layer, module in modules.items()}  # type: ignore[index]

@@ -15,6 +15,7 @@ from torch import nn
 
 from smalti import UserError
 from smalti_diffusers.lora.reading import AdapterFile
+from smalti_diffusers.options import TITLES
 
 ASSISTANT = "assistant"
 """Its name among the adapters of a layer."""
@@ -27,9 +28,17 @@ _DISTILLED = re.compile(r"(?<!de)(?<!de[-_])(turbo|schnell|lightning|hyper|lcm)"
 
 
 def attach_assistant(model: nn.Module, file: AdapterFile) -> None:
-    """Add the adapter beside those that are there, on the meta device; its weights are those of the file."""
+    """Add the adapter beside those that are there, on the meta device; its weights are those of the file.
+
+    Raises UserError for another kind of adapter.
+    """
     from peft import LoraConfig, inject_adapter_in_model
 
+    if file.header.kind != "lora":
+        raise UserError(
+            f"{file.header.path} is a {TITLES[file.header.kind]}, and an assistant is a LoRA",
+            fix="make one with `smalti adapter resize`, or leave --assistant_lora out",
+        )
     ranks = file.ranks
     patterns = {f"^{re.escape(layer)}$": rank for layer, rank in ranks.items()}
     config = LoraConfig(

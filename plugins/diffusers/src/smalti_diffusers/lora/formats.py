@@ -2,13 +2,15 @@
 
 A reader multiplies lora_B @ lora_A by alpha / rank. diffusers reads alpha from the metadata of a file. ComfyUI does not, and
 takes it to be the rank. So in files with the names of diffusers and peft, the factor is folded into lora_B and alpha is the
-rank: every reader is right. Kohya's format has a tensor `.alpha` for each layer, which all its readers apply.
+rank: every reader is right. Kohya's format has a tensor `.alpha` for each layer, which all its readers apply. So have LoKr and
+LoHa but for peft and diffusers: their other readers take it from there, and of a LoKr of two full matrices ignore it.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, cast, get_args
 
@@ -17,7 +19,12 @@ from torch import Tensor, nn
 
 from smalti import UserError
 from smalti.checkpoint import Computed
-from smalti_diffusers.lora.header import METADATA, TRAINED_ALPHA
+from smalti.models import Weights
+from smalti_diffusers.lora.header import LENGTHS, LENGTHS_OF_BASE, METADATA, TRAINED_ALPHA
+from smalti_diffusers.lora.kinds import by_row, change, row_norms
+from smalti_diffusers.lora.shapes import MAGNITUDE, common_factor, factors_of
+from smalti_diffusers.lora.trained import AdaptedLayer, TrainedAdapter, has_weight
+from smalti_diffusers.options import TITLES, Kind
 from smalti_diffusers.sources.layouts import LAYOUTS
 from smalti_diffusers.sources.single_file import file_tensors
 
@@ -59,22 +66,27 @@ TOOLS: Mapping[str, Tools] = {
     "z_image": Tools(comfyui="diffusers", kohya=True, original=False, module="networks.lora_zimage"),
 }
 """By family. ComfyUI as of 2026, sd-scripts for flux, lumina2, sd3 and sdxl, musubi-tuner for flux2, qwen_image and z_image."""
+_LOKR_IN_DIFFUSERS = ("flux2", "z_image")
+"""Families of which diffusers loads LoKr."""
 _PEFT_ONLY = Tools(diffusers=False, comfyui=None, kohya=False)
 
 
-def chosen_format(family: str, format: str | None) -> Format:
-    """The format to write; None stands for that of diffusers, or of peft where diffusers loads no adapters.
+def chosen_format(family: str, format: str | None, kind: Kind = "lora") -> Format:
+    """The format to write; None stands for that of diffusers, or of peft where diffusers loads no such adapters.
 
-    Raises UserError for a format that no tool reads for this family.
+    Raises UserError for a format that no tool reads for this family and kind of adapter.
     """
     tools = TOOLS.get(family, _PEFT_ONLY)
+    in_diffusers = tools.diffusers and (kind in ("lora", "dora") or (kind == "lokr" and family in _LOKR_IN_DIFFUSERS))
     if format is None:
-        return "diffusers" if tools.diffusers else "peft"
-    known = {"diffusers": tools.diffusers, "peft": True, "comfyui": tools.comfyui is not None, "kohya": tools.kohya}
+        return "diffusers" if in_diffusers else "peft"
+    known = {"diffusers": in_diffusers, "peft": True, "comfyui": tools.comfyui is not None, "kohya": tools.kohya}
     if known.get(format):
         return cast(Format, format)
     reasons = {
-        "diffusers": f"the pipeline of {family} in diffusers has no load_lora_weights",
+        "diffusers": f"diffusers loads no {TITLES[kind]} into the pipeline of {family}"
+        if tools.diffusers
+        else f"the pipeline of {family} in diffusers has no load_lora_weights",
         "comfyui": f"ComfyUI has no names for adapters of {family}",
         "kohya": f"kohya's tools have no adapters of {family}",
     }
@@ -83,88 +95,143 @@ def chosen_format(family: str, format: str | None) -> Format:
     raise UserError(reason, fix=f"{others}, or --merge for the complete model")
 
 
-@dataclass(frozen=True, kw_only=True)
-class AdaptedLayer:
-    """An adapted layer of diffusers, with the names of its two matrices in the checkpoint."""
-
-    name: str
-    down: str
-    up: str
-    rank: int
-
-
-class TrainedAdapter:
-    """The adapter in a checkpoint, and the model around it, which may be on the meta device."""
-
-    def __init__(self, folder: ExportFolder, model: nn.Module) -> None:
-        assert folder.adapter is not None, "the checkpoint of an adapter says what it is"
-        self._folder = folder
-        self.rank = cast(int, folder.adapter["rank"])
-        self.alpha = cast(float, folder.adapter["alpha"])
-        self.model = model
-        self.sizes = {name: module.weight.shape[0] for name, module in model.named_modules() if has_weight(module)}
-        """Outputs of every layer of the model."""
-        names = {name.partition(".lora_")[0]: name for name in folder.tensors if ".lora_A." in name}
-        self.layers = {
-            layer: AdaptedLayer(
-                name=layer, down=down, up=down.replace(".lora_A.", ".lora_B."), rank=folder.tensors[down].shape[0]
-            )
-            for layer, down in names.items()
-        }
-
-    def down(self, layer: AdaptedLayer) -> Computed:
-        """(rank, in), or (rank, in, height, width) of a convolution."""
-        return self._computed(layer.down, lambda tensor: tensor)
-
-    def up(self, layer: AdaptedLayer, *, fold: bool = False) -> Computed:
-        """(out, rank), or (out, rank, 1, 1) of a convolution. With `fold`, times alpha / rank."""
-        scale = self.alpha / self.rank if fold else 1.0
-        return self._computed(layer.up, lambda tensor: tensor if scale == 1 else tensor * scale)
-
-    def _computed(self, name: str, change: Callable[[Tensor], Tensor]) -> Computed:
-        return Computed(shape=self._folder.tensors[name].shape, compute=lambda: change(self._folder.tensor(name)))
-
-
-def has_weight(module: nn.Module) -> bool:
-    """Whether a module has a weight that an adapter could change."""
-    return isinstance(getattr(module, "weight", None), Tensor)
-
-
 def write_adapter(
-    folder: ExportFolder, format: Format, family: str, part: str, model: nn.Module, config: Mapping[str, object]
+    folder: ExportFolder,
+    format: Format,
+    family: str,
+    part: str,
+    model: nn.Module,
+    config: Mapping[str, object],
+    base: Callable[[], Weights] | None = None,
 ) -> None:
-    """Write the adapter of this part of a pipeline. `config` is that of the model.
+    """Write the adapter of this part of a pipeline. `config` is that of the model; `base` gives its weights, for a dora.
 
-    Raises UserError for a layer that has no name in this format.
+    Raises UserError for what this format cannot carry.
     """
     adapter = TrainedAdapter(folder, model)
     tools = TOOLS.get(family, _PEFT_ONLY)
-    notes = {TRAINED_ALPHA: str(adapter.alpha)}
+    notes = {TRAINED_ALPHA: str(adapter.scale * adapter.rank)}
     if format == "kohya" or (format == "comfyui" and tools.comfyui == "kohya"):
-        folder.write_computed(f"{folder.name}.safetensors", *_kohya(adapter, family, config))
+        tensors, notes = _kohya(adapter, family, config, for_comfyui=format == "comfyui", base=base)
+        folder.write_computed(f"{folder.name}.safetensors", tensors, notes)
     elif format == "peft":
         folder.write_computed("adapter_model.safetensors", dict(_named(adapter, "base_model.model.")), notes)
-        folder.write_json("adapter_config.json", _peft_config(adapter))
+        folder.write_json("adapter_config.json", peft_config(adapter))
+    elif format == "comfyui":
+        tensors = dict(_named_for_comfyui(adapter, f"{part}.", base))
+        folder.write_computed(f"{folder.name}.safetensors", tensors, notes | _described(adapter, part, format))
     else:
-        name = FILE if format == "diffusers" else f"{folder.name}.safetensors"
-        settings = {"r": adapter.rank, "lora_alpha": adapter.rank, "target_modules": sorted(adapter.layers)}
-        notes[METADATA] = json.dumps({f"{part}.{key}": value for key, value in settings.items()}, sort_keys=True)
-        folder.write_computed(name, dict(_named(adapter, f"{part}.")), notes)
+        folder.write_computed(FILE, dict(_named(adapter, f"{part}.")), notes | _described(adapter, part, format))
+
+
+def _described(adapter: TrainedAdapter, part: str, format: Format) -> dict[str, str]:
+    """Metadata of files with the names of diffusers, which reads settings from there; those of a lokr it finds by itself."""
+    if adapter.kind == "dora" and format == "comfyui":
+        return {LENGTHS: LENGTHS_OF_BASE}
+    if format == "comfyui" and adapter.kind in ("lokr", "loha"):
+        return {}
+    settings = {key: value for key, value in peft_config(adapter).items() if key != "peft_type"}
+    if adapter.kind == "lokr":
+        return {}
+    return {METADATA: json.dumps({f"{part}.{key}": value for key, value in settings.items()}, sort_keys=True)}
 
 
 def _named(adapter: TrainedAdapter, prefix: str) -> Iterator[tuple[str, Computed]]:
+    """With the names of peft, scales multiplied into one matrix."""
     for name, layer in sorted(adapter.layers.items()):
-        yield f"{prefix}{name}.lora_A.weight", adapter.down(layer)
-        yield f"{prefix}{name}.lora_B.weight", adapter.up(layer, fold=True)
+        for part in layer.parts:
+            factor = layer.scale if part in ("lora_B", "lokr_w1", "hada_w1_a") else 1.0
+            ending = ".weight" if part in ("lora_A", "lora_B") else ""
+            yield f"{prefix}{name}.{part}{ending}", adapter.part(layer, part, factor)
 
 
-def _peft_config(adapter: TrainedAdapter) -> dict[str, object]:
-    return {
-        "peft_type": "LORA",
-        "r": adapter.rank,
-        "lora_alpha": adapter.rank,
-        "target_modules": sorted(adapter.layers),
-    }
+def _named_for_comfyui(
+    adapter: TrainedAdapter, prefix: str, base: Callable[[], Weights] | None
+) -> Iterator[tuple[str, Computed]]:
+    """With the names of diffusers; lokr and loha have their scale as `.alpha`, a dora the lengths that ComfyUI wants."""
+    if adapter.kind in ("lokr", "loha"):
+        for name, layer in sorted(adapter.layers.items()):
+            yield from _with_alpha(adapter, layer, f"{prefix}{name}")
+        return
+    for name, tensor in _named(adapter, prefix):
+        if not name.endswith(MAGNITUDE):
+            yield name, tensor
+    if adapter.kind == "dora":
+        assert base is not None, "the lengths need the weights of the base"
+        weights = base()
+        for name, layer in sorted(adapter.layers.items()):
+            yield f"{prefix}{name}.dora_scale", lengths(adapter, [layer], (name,), weights, for_comfyui=True)
+
+
+def _with_alpha(adapter: TrainedAdapter, layer: AdaptedLayer, name: str) -> Iterator[tuple[str, Computed]]:
+    """The tensors of a lokr or loha as LyCORIS and ComfyUI name them. Of two full matrices readers take no alpha."""
+    for part in layer.parts:
+        yield f"{name}.{part}", adapter.part(layer, part)
+    if layer.rank is not None:
+        yield f"{name}.alpha", _constant(layer.scale * layer.rank)
+
+
+def peft_config(adapter: TrainedAdapter) -> dict[str, object]:
+    """What peft rebuilds the layers from; alpha is the rank everywhere. Raises UserError for a lokr with several factors."""
+    ranks = {name: layer.rank for name, layer in adapter.layers.items()}
+    found: dict[str, object] = {"r": adapter.rank, "target_modules": sorted(adapter.layers)}
+    if adapter.kind == "lokr":
+        shapes = {name: {part: adapter.shape(layer, part) for part in layer.parts} for name, layer in adapter.layers.items()}
+        factor = common_factor([factors_of(each) for each in shapes.values()])
+        if factor is None:
+            raise UserError(
+                "the layers are divided by several factors (lokr_factor_pattern), and peft and diffusers know one",
+                fix="--format=comfyui or kohya where the family has it, or --merge for the complete model",
+            )
+        ranks = {name: rank or max(shapes[name]["lokr_w2"][:2]) for name, rank in ranks.items()}
+        found |= {"decompose_factor": factor, "decompose_both": False}
+    own = {f"^{re.escape(name)}$": rank for name, rank in ranks.items() if rank != adapter.rank}
+    if own:
+        found |= {"rank_pattern": own, "alpha_pattern": own}
+    kinds = {"lokr": "LOKR", "loha": "LOHA"}
+    if adapter.kind == "dora":
+        found["use_dora"] = True
+    alpha = "alpha" if adapter.kind in kinds else "lora_alpha"
+    return {"peft_type": kinds.get(adapter.kind, "LORA"), alpha: adapter.rank, **found}
+
+
+def lengths(
+    adapter: TrainedAdapter,
+    adapted: Sequence[AdaptedLayer],
+    members: Sequence[str],
+    base: Weights | None,
+    *,
+    for_comfyui: bool,
+) -> Computed:
+    """`dora_scale` (out, 1, ...) of one layer of the file, of which these layers of diffusers are the rows.
+
+    Kohya's tools bring the rows of W + dW to these lengths. ComfyUI multiplies W + dW by them over the lengths of rows of W.
+    """
+    layers = {each.name: each for each in adapted}
+    dimensions = adapter.model.get_submodule(members[0]).weight.ndim
+
+    def compute() -> Tensor:
+        found = []
+        for member in members:
+            layer = layers.get(member)
+            if not for_comfyui and layer is not None:
+                found.append(adapter.tensors(layer)[MAGNITUDE].flatten())
+                continue
+            if base is None:
+                raise UserError(
+                    f"the lengths of {member} need the weights of its base", fix="--format=diffusers or --format=peft"
+                )
+            weight = base.get(f"{member}.weight").float()
+            norms = row_norms(weight)
+            if layer is not None:
+                parts = adapter.tensors(layer)
+                changes = change(parts, layer.scale, weight.shape)
+                norms = norms * parts[MAGNITUDE].flatten() / row_norms(weight + changes)
+            found.append(norms)
+        return by_row(torch.cat(found), dimensions).contiguous()
+
+    rows = sum(adapter.sizes[each] for each in members)
+    return Computed(shape=(rows, *(1,) * (dimensions - 1)), compute=compute)
 
 
 # --- kohya's format -------------------------------------------------------------------------------------------------
@@ -188,10 +255,18 @@ def kohya_name(layer: str) -> str:
     return "lora_unet_" + layer.replace(".", "_")
 
 
-def _kohya(adapter: TrainedAdapter, family: str, config: Mapping[str, object]) -> tuple[dict[str, Computed], Mapping[str, str]]:
+def _kohya(
+    adapter: TrainedAdapter,
+    family: str,
+    config: Mapping[str, object],
+    *,
+    for_comfyui: bool,
+    base: Callable[[], Weights] | None,
+) -> tuple[dict[str, Computed], dict[str, str]]:
     """The tensors and the metadata of kohya's format."""
     tensors: dict[str, Computed] = {}
     written: set[str] = set()
+    weights = base() if base is not None and adapter.kind == "dora" else None
     own_names = {layer: (layer,) for layer in adapter.layers}
     layers = original_layers(adapter.model, config) if TOOLS[family].original else own_names
     for original, members in layers.items():
@@ -199,33 +274,55 @@ def _kohya(adapter: TrainedAdapter, family: str, config: Mapping[str, object]) -
         if not adapted:
             continue
         written.update(each.name for each in adapted)
-        rank = sum(each.rank for each in adapted)
-        down, up = _joined(adapter, members, adapted)
         name = kohya_name(original)
+        if adapter.kind in ("lokr", "loha"):
+            if len(members) > 1:
+                raise UserError(
+                    f"in the original model {', '.join(members)} are one layer, {original}, and the {TITLES[adapter.kind]} of "
+                    "several layers is none of the joined one",
+                    fix=_other_names(family),
+                )
+            tensors |= _with_alpha(adapter, adapted[0], name)
+            continue
+        rank = sum(each.width for each in adapted)
+        down, up = _joined(adapter, members, adapted)
         tensors[f"{name}.lora_down.weight"] = down
         tensors[f"{name}.lora_up.weight"] = up
-        # The rank of joined layers is the sum of theirs, and alpha / rank has to stay what it was.
-        tensors[f"{name}.alpha"] = _constant(adapter.alpha * rank / adapter.rank)
+        # The rank of joined layers is the sum of theirs, and the scale has to stay what it was.
+        tensors[f"{name}.alpha"] = _constant(adapted[0].scale * rank)
+        if adapter.kind == "dora":
+            tensors[f"{name}.dora_scale"] = lengths(adapter, adapted, members, weights, for_comfyui=for_comfyui)
     if lost := sorted(adapter.layers.keys() - written):
         raise UserError(
             f"the format of kohya's tools has no name for {', '.join(lost[:3])}" + (" and others" if len(lost) > 3 else ""),
             fix="--format=diffusers or --format=peft; or train without these layers (--lora_targets)",
         )
     metadata = {
-        "ss_network_module": TOOLS[family].module,
+        "ss_network_module": f"networks.{adapter.kind}" if adapter.kind in ("lokr", "loha") else TOOLS[family].module,
         "ss_network_dim": str(adapter.rank),
-        "ss_network_alpha": str(adapter.alpha),
+        "ss_network_alpha": str(adapter.scale * adapter.rank),
     }
+    if adapter.kind == "dora" and for_comfyui:
+        metadata[LENGTHS] = LENGTHS_OF_BASE
     return dict(sorted(tensors.items())), metadata
 
 
+def _other_names(family: str) -> str:
+    """The way out where the names of the original model are of no use."""
+    comfyui = "--format=comfyui, " if TOOLS[family].comfyui == "diffusers" else ""
+    return f"{comfyui}--format=peft, or --merge for the complete model"
+
+
 def _joined(adapter: TrainedAdapter, members: tuple[str, ...], adapted: list[AdaptedLayer]) -> tuple[Computed, Computed]:
-    """The two matrices of one original layer. Of several members, lora_up is block-diagonal: nothing is approximated."""
+    """The two matrices of one original layer, at the scale of the first of `adapted`.
+
+    Of several members, lora_up is block-diagonal: nothing is approximated.
+    """
     downs = [adapter.down(each) for each in adapted]
-    ups = {each.name: adapter.up(each) for each in adapted}
+    ups = {each.name: adapter.part(each, "lora_B", each.scale / adapted[0].scale) for each in adapted}
     if len(members) == 1:
         return downs[0], ups[members[0]]
-    rank = sum(each.rank for each in adapted)
+    rank = sum(each.width for each in adapted)
     rows = sum(adapter.sizes[each] for each in members)
 
     def up() -> Tensor:

@@ -15,6 +15,8 @@ from typing import cast
 from smalti import CheckpointError, UserError
 from smalti.checkpoint import read_layout
 from smalti.system import load_json, open_regular, read_regular
+from smalti_diffusers.lora.shapes import MAGNITUDE, common_factor, factors_of, rank_of
+from smalti_diffusers.options import TITLES, Kind
 
 METADATA = "lora_adapter_metadata"
 """Where diffusers keeps rank and alpha."""
@@ -33,7 +35,17 @@ _PAIRS = {
     ".lora_linear_layer.down.weight": ".lora_linear_layer.up.weight",
 }
 """How names of the first matrix of a layer end -> how those of the second end."""
-_OTHER_METHODS = {"hada_w": "LoHa", "lokr_w": "LoKr", "dora_scale": "DoRA", "lora_magnitude_vector": "DoRA", "oft_": "OFT"}
+_LYCORIS = re.compile(r"(?P<layer>.+)\.(?P<part>lokr_w[12](?:_[ab])?|hada_w[12]_[ab])(?:\.default)?(?:\.weight)?")
+_LENGTHS = re.compile(r"(?P<layer>.+)\.(?:dora_scale|lora_magnitude_vector(?:\.default)?(?:\.weight)?)")
+_UNSUPPORTED = {
+    "oft_": "an OFT",
+    "lokr_t2": "a LoKr with a Tucker decomposition",
+    "hada_t1": "a LoHa with a Tucker decomposition",
+}
+LENGTHS = "smalti_dora_scale"
+"""Metadata that says what the lengths of a dora are for."""
+LENGTHS_OF_BASE = "over the norms of the base"
+"""As ComfyUI takes them. In other files they are over the norms of the changed weight."""
 _SHOWN = 200
 """Letters of a path that are shown, if it is none that a file can have."""
 _TEXT = re.compile(r"(lora_te|text_encoder|lora_prior_te)")
@@ -44,12 +56,22 @@ _FORMATS = {"F64": "<d", "F32": "<f", "F16": "<e"}
 
 @dataclass(frozen=True, kw_only=True)
 class StoredMatrices:
-    """The tensors of one layer: names of lora_A and lora_B, the rank, and alpha / rank where the file says alpha."""
+    """The tensors of one layer, by what they are, such as lora_A; and alpha / rank where the file says alpha.
 
-    down: str
-    up: str
-    rank: int
+    The rank is None of a lokr of two full matrices.
+    """
+
+    parts: Mapping[str, str]
+    rank: int | None
     scale: float | None
+
+    @property
+    def down(self) -> str:
+        return self.parts["lora_A"]
+
+    @property
+    def up(self) -> str:
+        return self.parts["lora_B"]
 
 
 class AdapterHeader:
@@ -62,55 +84,78 @@ class AdapterHeader:
         except CheckpointError as error:
             raise UserError(f"{self.path} {error.message}", fix=_AGAIN) from error
         self._metadata = _metadata(self.path)
-        for mark, method in _OTHER_METHODS.items():
+        for mark, method in _UNSUPPORTED.items():
             if any(mark in name for name in self._tensors):
-                raise UserError(f"{self.path} is a {method}, and only LoRA is supported", fix=_AGAIN)
-        if self._settings.get("use_dora"):
-            raise UserError(f"{self.path} is a DoRA, and only LoRA is supported", fix=_AGAIN)
+                raise UserError(f"{self.path} is {method}, which is not supported", fix=_AGAIN)
         self.layers = dict(self._layers())
         """Of the trained part of the pipeline; those of text encoders are left out."""
         if not self.layers:
             raise UserError(f"{self.path} has no layers of a LoRA: of {len(self._tensors)} tensors, none is one", fix=_AGAIN)
+        self.kind = self._kind()
 
     @property
     def text_layers(self) -> int:
         """How many layers of text encoders there are."""
-        return sum(1 for name in self._tensors if _TEXT.match(name) and name.endswith(tuple(_PAIRS)))
+        return sum(1 for name in self._tensors if _TEXT.match(name) and name.endswith((*_PAIRS, ".lokr_w1", ".hada_w1_a")))
 
     @property
     def unused(self) -> list[str]:
         """Tensors that are part of no LoRA, such as changes of biases and norms."""
-        used = {name for layer in self.layers.values() for name in (layer.down, layer.up)}
+        used = {name for layer in self.layers.values() for name in layer.parts.values()}
         return [name for name in self._tensors if name not in used and not name.endswith(".alpha") and not _TEXT.match(name)]
 
     @cached_property
-    def rank(self) -> int:
-        """That of most layers."""
-        plain = [each.rank for name, each in self.layers.items() if not name.endswith(_JOINED)]
+    def rank(self) -> int | None:
+        """That of most layers; None if none has one."""
+        plain = [each.rank for name, each in self.layers.items() if each.rank is not None and not name.endswith(_JOINED)]
         if plain:
             return Counter(plain).most_common(1)[0][0]
-        noted = self._metadata.get("ss_network_dim", "")
-        return int(noted) if noted.isdecimal() else next(iter(self.layers.values())).rank
+        joined, noted = next(iter(self.layers.values())).rank, self._metadata.get("ss_network_dim", "")
+        return int(noted) if noted.isdecimal() and joined is not None else joined
 
     @cached_property
-    def alpha(self) -> float:
+    def alpha(self) -> float | None:
         """Alpha for this rank: that of the run that made the file, if it says so; the rank if layers differ."""
+        if self.rank is None:
+            return None
         if TRAINED_ALPHA in self._metadata:
             return float(self._metadata[TRAINED_ALPHA])
-        scales = {round(self.scale(name), 6) for name in self.layers}
+        scales = {round(self.scale(name), 6) for name, layer in self.layers.items() if layer.rank is not None}
         return scales.pop() * self.rank if len(scales) == 1 else float(self.rank)
 
+    @cached_property
+    def factor(self) -> int | None:
+        """The factor of a lokr; None where layers have several."""
+        return common_factor({factors_of(self.shapes(name)) for name in self.layers})
+
+    @property
+    def lengths_of_base(self) -> bool:
+        """Whether the lengths of a dora are over those of the base's rows, rather than those of the changed weight."""
+        return self._metadata.get(LENGTHS) == LENGTHS_OF_BASE
+
     def scale(self, name: str) -> float:
-        """What lora_B @ lora_A of a layer is multiplied with: alpha / rank."""
+        """What the product of the matrices of a layer is multiplied with: alpha / rank."""
         layer = self.layers[name]
         if layer.scale is not None:
             return layer.scale
-        alphas = cast(Mapping[str, float], self._settings.get("alpha_pattern") or {})
-        default = self._settings.get("lora_alpha")
-        alpha = next((value for key, value in alphas.items() if re.fullmatch(rf"(.*\.)?{key}", name)), default)
-        if alpha is None:
+        alpha = self._setting(name, "alpha_pattern", "lora_alpha", "alpha")
+        rank = layer.rank or self._setting(name, "rank_pattern", "r")
+        if alpha is None or rank is None:
             return 1.0
-        return cast(float, alpha) / (math.sqrt(layer.rank) if self._settings.get("use_rslora") else layer.rank)
+        return alpha / (math.sqrt(rank) if self._settings.get("use_rslora") else rank)
+
+    def _setting(self, layer: str, pattern: str, *names: str) -> float | None:
+        """What the settings say of a layer, by pattern or for all."""
+        own = cast(Mapping[str, float], self._settings.get(pattern) or {})
+        default = next((self._settings[name] for name in names if name in self._settings), None)
+        return next(
+            (value for key, value in own.items() if re.fullmatch(rf"(.*\.)?({key.removeprefix('^')})", layer)),
+            cast("float | None", default),
+        )
+
+    def shapes(self, layer: str) -> dict[str, tuple[int, ...]]:
+        """The shapes of the tensors of a layer, by what they are."""
+        return {part: self.shape(name) for part, name in self.layers[layer].parts.items()}
 
     def shape(self, tensor: str) -> tuple[int, ...]:
         return self._tensors[tensor][0].shape
@@ -132,6 +177,15 @@ class AdapterHeader:
             raise UserError(f"{place} cannot be read: {error}", fix="download the file again") from error
 
     def _layers(self) -> Iterator[tuple[str, StoredMatrices]]:
+        lengths: dict[str, str] = {}
+        others: dict[str, dict[str, str]] = {}
+        for name in self._tensors:
+            if _TEXT.match(name):
+                continue
+            if found := _LENGTHS.fullmatch(name):
+                lengths[found["layer"]] = name
+            elif found := _LYCORIS.fullmatch(name):
+                others.setdefault(found["layer"], {})[found["part"]] = name
         for name in self._tensors:
             end = next((each for each in _PAIRS if name.endswith(each)), None)
             if end is None or _TEXT.match(name):
@@ -140,9 +194,41 @@ class AdapterHeader:
             up = layer + _PAIRS[end]
             if up not in self._tensors:
                 raise UserError(f"{self.path} has {name} without {up}", fix="download the file again; it is incomplete")
-            rank = self.shape(name)[0]
-            alpha = self._scalar(f"{layer}.alpha")
-            yield layer, StoredMatrices(down=name, up=up, rank=rank, scale=alpha / rank if alpha is not None else None)
+            more = {MAGNITUDE: lengths[layer]} if layer in lengths else {}
+            yield layer, self._stored(layer, {"lora_A": name, "lora_B": up, **more})
+        for layer, parts in others.items():
+            self._check_whole(layer, parts)
+            if layer in lengths:
+                raise UserError(f"{self.path} has {lengths[layer]} beside a product, which is not supported", fix=_AGAIN)
+            yield layer, self._stored(layer, parts)
+
+    def _stored(self, layer: str, parts: Mapping[str, str]) -> StoredMatrices:
+        rank, alpha = rank_of({part: self.shape(name) for part, name in parts.items()}), self._scalar(f"{layer}.alpha")
+        if "lora_A" not in parts and rank is None:  # two full matrices, which every reader takes without alpha, but peft
+            return StoredMatrices(parts=parts, rank=None, scale=None if "alpha" in self._settings else 1.0)
+        return StoredMatrices(parts=parts, rank=rank, scale=alpha / rank if alpha is not None and rank else None)
+
+    def _check_whole(self, layer: str, parts: Mapping[str, str]) -> None:
+        """Raises UserError if parts of a lokr or loha are missing."""
+        if any(part.startswith("hada_") for part in parts):
+            whole = len(parts) == 4
+        else:
+            whole = all(each in parts or {f"{each}_a", f"{each}_b"} <= parts.keys() for each in ("lokr_w1", "lokr_w2"))
+        if not whole:
+            held = ", ".join(sorted(parts))
+            raise UserError(f"{self.path} has of {layer} only {held}", fix="download the file again; it is incomplete")
+
+    def _kind(self) -> Kind:
+        """The kind of all layers. Raises UserError if they are of several."""
+        kinds: set[Kind] = set()
+        for layer in self.layers.values():
+            first = next(iter(layer.parts))
+            plain: Kind = "dora" if MAGNITUDE in layer.parts else "lora"
+            kinds.add("lokr" if first.startswith("lokr_") else "loha" if first.startswith("hada_") else plain)
+        if len(kinds) > 1:
+            named = " and ".join(sorted(TITLES[kind] for kind in kinds))
+            raise UserError(f"{self.path} has layers of {named}, and a run trains one kind of adapter", fix=_AGAIN)
+        return kinds.pop()
 
     def _scalar(self, name: str) -> float | None:
         """The value of a tensor with one number; None if there is no such tensor."""

@@ -1,4 +1,4 @@
-"""The complete model with an adapter merged into it, tensor by tensor: W + alpha / rank * lora_B @ lora_A, computed in fp32."""
+"""The complete model with an adapter merged into it, tensor by tensor, computed in fp32."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from smalti.checkpoint import DTYPES, Computed
 from smalti.models import SeededWeights, Weights
-from smalti_diffusers.lora.formats import AdaptedLayer, TrainedAdapter
+from smalti_diffusers.lora.trained import AdaptedLayer, TrainedAdapter
 from smalti_diffusers.sources.components import PartWeights
 
 
@@ -41,6 +41,4 @@ def _dtype(base: SeededWeights | PartWeights, name: str) -> torch.dtype:
 
 
 def _merged(base: Weights, name: str, adapter: TrainedAdapter, layer: AdaptedLayer) -> Tensor:
-    weight = base.get(name).float()
-    down, up = adapter.down(layer).compute(), adapter.up(layer, fold=True).compute()
-    return weight.add_((up.flatten(1) @ down.flatten(1)).view(weight.shape))
+    return adapter.changed(layer, base.get(name).float())

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import cast
@@ -14,8 +15,12 @@ from torch import Tensor, nn
 
 from smalti import UserError
 from smalti.models import FolderWeights
-from smalti_diffusers.lora.formats import has_weight, original_layers
+from smalti_diffusers.lora.formats import original_layers
 from smalti_diffusers.lora.header import AdapterHeader
+from smalti_diffusers.lora.kinds import change, row_norms
+from smalti_diffusers.lora.shapes import MAGNITUDE, factors_of
+from smalti_diffusers.lora.trained import has_weight
+from smalti_diffusers.options import TITLES
 
 _PREFIXES = (
     "",
@@ -51,11 +56,16 @@ class AdapterFile:
         for layer, place in self._places.items():
             self._compare(layer, place, shapes[layer])
 
+    @property
+    def layers(self) -> Collection[str]:
+        """The names of the adapted layers in diffusers."""
+        return self.ranks if self.header.kind in ("lora", "dora") else self._places
+
     @cached_property
     def ranks(self) -> dict[str, int]:
-        """The rank of each adapted layer, by its name in diffusers."""
+        """The rank of each adapted layer of a LoRA, by its name in diffusers."""
         found = {
-            layer: self.header.layers[place.name].rank if place.rows is None else len(self.matrices(layer)[0])
+            layer: (self.header.layers[place.name].rank or 0) if place.rows is None else len(self.matrices(layer)[0])
             for layer, place in self._places.items()
         }
         return {layer: rank for layer, rank in found.items() if rank}
@@ -79,14 +89,63 @@ class AdapterFile:
             down, up = down[used], up[:, used]
         return down, up * self.header.scale(place.name)
 
+    def parts(self, layer: str) -> tuple[dict[str, Tensor], float]:
+        """The matrices of a layer of a lokr or loha in fp32, by what they are, and what their product is multiplied by."""
+        name = self._places[layer].name
+        with safe_open(self.header.path, framework="pt") as file:
+            found = {part: file.get_tensor(each).float() for part, each in self.header.layers[name].parts.items()}
+        return found, self.header.scale(name)
+
+    def lengths(self, layer: str, weight: Tensor) -> Tensor:
+        """(out,) lengths of the rows of a layer with a dora; `weight` is that of the base, in fp32."""
+        place = self._places[layer]
+        with safe_open(self.header.path, framework="pt") as file:
+            found: Tensor = file.get_tensor(self.header.layers[place.name].parts[MAGNITUDE]).float().flatten()
+        if place.rows is not None:
+            found = found[place.rows]
+        if self.header.lengths_of_base:
+            down, up = self.matrices(layer)
+            parts = {"lora_A": down, "lora_B": up}
+            found = found * row_norms(weight + change(parts, 1.0, weight.shape)) / row_norms(weight)
+        return found
+
     def _compare(self, layer: str, place: _Place, shape: tuple[int, ...]) -> None:
+        if self.header.kind in ("lokr", "loha"):
+            self._compare_products(layer, place, shape)
+            return
         stored = self.header.layers[place.name]
         down, up = self.header.shape(stored.down), self.header.shape(stored.up)
         rows = up[0] if place.rows is None else place.rows.stop - place.rows.start
+        lengths = stored.parts.get(MAGNITUDE)
+        if lengths is not None and math.prod(self.header.shape(lengths)) != up[0]:
+            raise UserError(
+                f"{self.header.path} is a DoRA with a length for each input of {place.name}; supported is one for each output",
+                fix="train it with wd_on_output, or start with a LoRA",
+            )
         if (rows, *down[1:]) != shape or (place.rows is not None and up[0] < place.rows.stop):
             raise UserError(
                 f"{self.header.path} is an adapter of another model: {place.name} has {up[0]} outputs and {list(down[1:])} "
                 f"inputs, {layer} of the model has {shape[0]} and {list(shape[1:])}",
+                fix="use the adapter with the model that it was trained on",
+            )
+
+    def _compare_products(self, layer: str, place: _Place, shape: tuple[int, ...]) -> None:
+        """The same of a lokr or loha, which cannot be divided into rows either."""
+        header = self.header
+        if place.rows is not None:
+            raise UserError(
+                f"{header.path} has one {TITLES[header.kind]} for {place.name}, which is several layers here, such as {layer}",
+                fix="train with the layers of diffusers, or use the file with the tool that made it",
+            )
+        shapes = header.shapes(place.name)
+        if header.kind == "lokr":
+            sizes = tuple(first * second for first, second in factors_of(shapes))
+        else:
+            sizes = (shapes["hada_w1_a"][0], shapes["hada_w1_b"][1])
+        if sizes[0] != shape[0] or sizes[1] not in (shape[1], math.prod(shape[1:])):
+            raise UserError(
+                f"{header.path} is an adapter of another model: {place.name} has {sizes[0]} outputs and {sizes[1]} inputs, "
+                f"{layer} of the model has {shape[0]} and {list(shape[1:])}",
                 fix="use the adapter with the model that it was trained on",
             )
 

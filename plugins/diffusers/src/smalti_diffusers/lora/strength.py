@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, MutableMapping
 from contextlib import contextmanager
+from typing import Any
 
 from torch import nn
 
-from smalti_diffusers.lora.adapter import ADAPTER
+from smalti_diffusers.lora.kinds import ADAPTER
 
 
 @contextmanager
@@ -16,14 +17,21 @@ def adapter_scaled(model: nn.Module, strength: float, adapter: str = ADAPTER) ->
 
     0 gives the prediction of the model without it, to the bit. peft's own switch would also change which parameters train.
     """
-    from peft.tuners.lora import LoraLayer
+    from peft.tuners.tuners_utils import BaseTunerLayer
 
-    layers = [module for module in model.modules() if isinstance(module, LoraLayer) and adapter in module.scaling]
-    scaled = [(layer.scaling, layer.scaling[adapter]) for layer in layers]
+    layers = [module for module in model.modules() if isinstance(module, BaseTunerLayer) and adapter in module.scaling]
+    factors = [_factor(layer, adapter) for layer in layers]
+    before = [holder[name] for holder, name in factors]
     try:
-        for scaling, factor in scaled:
-            scaling[adapter] = factor * strength
+        for (holder, name), value in zip(factors, before, strict=True):
+            holder[name] = value * strength
         yield
     finally:
-        for scaling, factor in scaled:
-            scaling[adapter] = factor
+        for (holder, name), value in zip(factors, before, strict=True):
+            holder[name] = value
+
+
+def _factor(layer: Any, adapter: str) -> tuple[MutableMapping[str, float], str]:
+    """Where a layer keeps what the change of its output is multiplied by: its scale, or the strength of a `Decomposed`."""
+    variants = getattr(layer, "lora_variant", {})
+    return (vars(variants[adapter]), "strength") if adapter in variants else (layer.scaling, adapter)

@@ -35,6 +35,8 @@ from smalti_diffusers.sources.location import (
 from smalti_diffusers.sources.model_file import ModelFile
 from smalti_diffusers.sources.weight_files import folder_weights
 
+_OF_ADAPTERS = re.compile(r"\.(lora_|lokr_|hada_)")
+"""In the names of tensors."""
 _FAMILIES = {
     "xl_base": "sdxl",
     "sd3": "sd3",
@@ -101,7 +103,7 @@ def model_type(file: ModelFile) -> str | None:
 
 def check_family(file: ModelFile, family: str) -> None:
     """Raises UserError for a file that is evidently a model of another family, or of none, or an adapter."""
-    if any(".lora_" in name or name.startswith("lora_") for name in file.tensors):
+    if any(name.startswith("lora_") or _OF_ADAPTERS.search(name) for name in file.tensors):
         raise UserError(f"{file} is an adapter, not a model", fix="name the model; --init_lora=FILE starts from an adapter")
     kind = model_type(file)
     if kind is None or _FAMILIES.get(kind) == family:

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 
 from smalti_migrate.simpletuner.conversions import attention, sets
 from smalti_migrate.simpletuner.flavours import flavour, flux_targets
+from smalti_migrate.simpletuner.lycoris import adapter_kind, unless_lycoris
 from smalti_migrate.simpletuner.rules import Rule, ignored, refused, renamed, same
 
 _LESS_MEMORY = "use gradient_checkpointing, base_model_precision or FSDP2 with fsdp_cpu_offload"
-_NO_LYCORIS = "set lora_type to standard, with lora_rank and lora_alpha"
 _ONCE = "texts are encoded once, before training, with unquantised encoders"
 
 _PRECISIONS: Mapping[str, tuple[object, str]] = {
@@ -82,12 +82,15 @@ MODEL_KEYS: Mapping[str, Rule] = {
     "unet_attention_slice": ignored("it changes speed and memory only", False),
     "model_kwargs": refused("a pipeline's components are built as their folders say", "remove it"),
     # Adapters
-    "lora_type": refused("LyCORIS adapters (LoKr, LoHa ...) are not supported", _NO_LYCORIS, "standard"),
-    "lycoris_config": ignored("LyCORIS adapters are not supported"),
-    "init_lokr_norm": ignored("LyCORIS adapters are not supported"),
+    "lora_type": renamed("lora_kind", neutral=("standard",), convert=adapter_kind),
+    "lycoris_config": ignored("lora_type = lycoris reads it"),
+    "init_lokr_norm": ignored("a LoKr begins without a change of the model"),
+    "lora_rank": same(convert=unless_lycoris("lora_rank"), why="lycoris_config says it"),
+    "lora_alpha": same(convert=unless_lycoris("lora_alpha"), why="lycoris_config says it"),
+    "lora_dropout": same(convert=unless_lycoris("lora_dropout"), why="lycoris_config says it"),
     "peft_lora_mode": refused("SingLoRA is not supported", "set it to standard", "standard"),
     "singlora_ramp_up_steps": ignored("SingLoRA is not supported", 0),
-    "use_dora": refused("DoRA is not supported", "set it to false, for LoRA", False),
+    "use_dora": renamed("lora_kind", neutral=(False,), convert=sets("lora_kind", "dora")),
     "slider_lora_target": refused("slider LoRAs are not supported", "set it to false", False),
     "init_lora": same(),
     "lora_format": ignored("smalti checkpoint export chooses the format of an adapter", "diffusers"),

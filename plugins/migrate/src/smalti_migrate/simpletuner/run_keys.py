@@ -44,7 +44,7 @@ RUN_KEYS: Mapping[str, Rule] = {
     "validation_torch_compile_mode": ignored("dynamo_mode applies to training and validation"),
     "validation_multigpu": ignored("all ranks sample", "batch-parallel"),
     "validation_stitch_input_location": ignored("there are no input images"),
-    "validation_lycoris_strength": ignored("LyCORIS adapters are not supported", 1.0),
+    "validation_lycoris_strength": ignored("adapter_strength of a prompt says it", 1.0),
     "validation_adapter_path": refused("validation images show the adapter that is trained", "remove it"),
     "validation_adapter_config": refused("validation images show the adapter that is trained", "remove it"),
     "validation_adapter_name": ignored("validation images show the adapter that is trained"),

@@ -1,0 +1,145 @@
+"""`smalti adapter`. Imports no torch until a command runs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from smalti import UserError
+from smalti.cli import Command, Group, counted
+
+if TYPE_CHECKING:
+    from smalti_diffusers.lora.workshop import AdaptedModel, HeldAdapter
+
+_FILE = click.Path(exists=True, path_type=Path)
+_MODEL = click.option(
+    "--model", metavar="MODEL", help="Family, or folder of the pipeline, that FILE is for. Default: found by its layers."
+)
+_TO = click.option("--to", "target", required=True, metavar="FOLDER", type=click.Path(path_type=Path), help="Folder to create.")
+_FORMAT = click.option(
+    "--format", type=click.Choice(("diffusers", "peft", "comfyui", "kohya")), help="As in `smalti checkpoint export`."
+)
+_JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+
+
+@click.group(cls=Group, examples=("smalti adapter check style.safetensors",))
+def adapter() -> None:
+    """Check, convert, merge and resize files of adapters."""
+
+
+@adapter.command("check", cls=Command, examples=("smalti adapter check style.safetensors",))
+@click.argument("file", type=_FILE)
+@_MODEL
+@_JSON
+def check(file: Path, model: str | None, as_json: bool) -> None:
+    """Show the kind of an adapter, its model, and which tools read it.
+
+    FILE is a safetensors file in any format. A tool that reads it at another strength than the one it was trained at is named.
+    """
+    from smalti_diffusers.lora.verdicts import verdicts
+    from smalti_diffusers.lora.workshop import opened
+    from smalti_diffusers.options import TITLES
+
+    found, place = opened(file, model)
+    header = found.header
+    said = {
+        "file": str(header.path),
+        "kind": header.kind,
+        "family": place.family,
+        "model": place.source,
+        "layers": len(found.layers),
+        "rank": header.rank,
+        "alpha": header.alpha,
+        "text_encoder_layers": header.text_layers,
+        "tools": verdicts(header, place.family),
+    }
+    if as_json:
+        click.echo(json.dumps(said, indent=2, ensure_ascii=False))
+        return
+    rank = "of full matrices" if header.rank is None else f"of rank {header.rank}, alpha {header.alpha:g}"
+    click.echo(f"{header.path}: {TITLES[header.kind]} {rank}, {counted(len(found.layers), 'layer')} of {place.source}")
+    if header.text_layers:
+        click.echo(f"note: {counted(header.text_layers, 'layer')} of text encoders, which smalti does not use")
+    for tool, verdict in verdicts(header, place.family).items():
+        click.echo(f"{tool:<10} {verdict}")
+
+
+@adapter.command("convert", cls=Command, examples=("smalti adapter convert style.safetensors --to style-kohya --format=kohya",))
+@click.argument("file", type=_FILE)
+@_TO
+@_FORMAT
+@_MODEL
+@_JSON
+def convert(file: Path, target: Path, format: str | None, model: str | None, as_json: bool) -> None:
+    """Write an adapter in the format of another tool. Nothing is approximated."""
+    from smalti_diffusers.lora.workshop import held, opened
+
+    found, place = opened(file, model)
+    _write(held(found), place, target, format, as_json=as_json)
+
+
+@adapter.command(
+    "merge", cls=Command, examples=("smalti adapter merge a.safetensors b.safetensors --to both --strength=1 --strength=0.5",)
+)
+@click.argument("files", nargs=-1, required=True, type=_FILE, metavar="FILE...")
+@_TO
+@click.option("--strength", "strengths", multiple=True, type=float, help="Strength of each FILE, in their order. Default: 1.")
+@_FORMAT
+@_MODEL
+@_JSON
+def merge(
+    files: tuple[Path, ...],
+    target: Path,
+    strengths: tuple[float, ...],
+    format: str | None,
+    model: str | None,
+    as_json: bool,
+) -> None:
+    """Make one LoRA of several for the same model.
+
+    Its rank is the sum of their ranks. Nothing is approximated; `smalti adapter resize` makes it smaller.
+    """
+    from smalti_diffusers.lora.workshop import held, merged, opened
+
+    if strengths and len(strengths) != len(files):
+        raise UserError(
+            f"{counted(len(strengths), 'strength')} for {counted(len(files), 'file')}", fix="give --strength once for each FILE"
+        )
+    found, place = opened(files[0], model)
+    others = [held(opened(each, model or place.family)[0]) for each in files[1:]]
+    _write(merged([held(found), *others], strengths or [1.0] * len(files)), place, target, format, as_json=as_json)
+
+
+@adapter.command("resize", cls=Command, examples=("smalti adapter resize style.safetensors --rank=8 --to style-8",))
+@click.argument("file", type=_FILE)
+@click.option("--rank", required=True, type=click.IntRange(min=1), help="Largest rank of a layer.")
+@_TO
+@_FORMAT
+@_MODEL
+@_JSON
+def resize(file: Path, rank: int, target: Path, format: str | None, model: str | None, as_json: bool) -> None:
+    """Make a LoRA of a lower rank, or of a LoKr or LoHa, that changes the weights as nearly as that rank can."""
+    from smalti_diffusers.lora.workshop import held, opened, resized
+
+    found, place = opened(file, model)
+    smaller, kept = resized(held(found), rank, place.model)
+    _write(smaller, place, target, format, as_json=as_json, kept=kept)
+
+
+def _write(
+    adapter: HeldAdapter, place: AdaptedModel, target: Path, format: str | None, *, as_json: bool, kept: float | None = None
+) -> None:
+    from smalti_diffusers.lora.workshop import write
+    from smalti_diffusers.options import TITLES
+
+    files = write(adapter, place, target, format)
+    if as_json:
+        shown = {"files": [str(each) for each in files], "kind": adapter.kind, "rank": adapter.rank, "kept": kept}
+        click.echo(json.dumps(shown, indent=2))
+        return
+    click.echo(f"{files[0]}: {TITLES[adapter.kind]} of {counted(len(adapter.layers), 'layer')} of {place.source}")
+    if kept is not None:
+        click.echo(f"kept {kept:.2%} of the squared change of the weights")

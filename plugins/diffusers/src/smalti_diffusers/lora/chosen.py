@@ -1,0 +1,52 @@
+"""The adapter that the options of a run ask for, and how its checkpoints describe it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import nn
+
+from smalti import Config
+from smalti.config import ModelOptions
+from smalti.models import without_weights
+from smalti_diffusers.lora.adapter import Lora, adapter_scales
+from smalti_diffusers.options import LoraOptions, pattern_values
+
+
+def chosen_adapter(config: Config | None, targets: tuple[str, ...]) -> Lora | None:
+    """None when all weights are trained. `targets` are those of the family. Raises UserError for a pattern that is none."""
+    if config is None or config[ModelOptions].model_type != "lora":
+        return None
+    options = config[LoraOptions]
+    ranks = pattern_values("lora_rank_pattern", options.lora_rank_pattern)
+    factors = pattern_values("lokr_factor_pattern", options.lokr_factor_pattern)
+    return Lora(
+        kind=options.lora_kind,
+        rank=options.lora_rank,
+        alpha=options.lora_alpha,
+        dropout=options.lora_dropout,
+        targets=options.lora_targets or targets,
+        excluded=options.lora_exclude,
+        stabilised=options.use_rslora,
+        ranks=tuple((name, int(rank)) for name, rank in ranks),
+        alphas=tuple(pattern_values("lora_alpha_pattern", options.lora_alpha_pattern)),
+        factor=options.lokr_factor,
+        factors=tuple((name, int(factor)) for name, factor in factors),
+        full=options.lokr_full and options.lora_kind == "lokr",
+        init=options.lora_init,
+    )
+
+
+def description(lora: Lora, build: Callable[[], nn.Module]) -> dict[str, object]:
+    """What checkpoints say of the adapter: whatever changes the meaning of its tensors and does not show in their shapes.
+
+    `build` makes the model with the adapter; it is called only where layers can have scales of their own, which are listed.
+    """
+    said: dict[str, object] = {"kind": lora.kind, "rank": lora.rank, "alpha": float(lora.alpha or lora.rank)}
+    if lora.stabilised:
+        said["stabilised"] = True
+    if lora.ranks or lora.alphas:
+        with without_weights():
+            model = build()
+        said["scales"] = adapter_scales(model)
+    return said

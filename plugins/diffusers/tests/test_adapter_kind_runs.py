@@ -1,0 +1,54 @@
+"""Runs of LoKr, LoHa and DoRA: resumed from one process in replicas, in shards, under ZeRO 3, and over a streamed base."""
+
+import json
+import shutil
+
+import pytest
+import tiny
+from test_lora import SEVERAL, apart, tensors
+
+OPTIONS = {
+    "model_family": "flux",
+    "model_type": "lora",
+    "lora_rank": 4,
+    "lora_alpha": 8,
+    "learning_rate": 5e-2,
+    "checkpoint_step_interval": 1,
+    "validation_step_interval": 0,
+}
+KINDS = {"dora": {}, "lokr": {"lokr_factor": 4, "lora_rank_pattern": "to_k=2"}, "loha": {}}
+ZERO3 = json.dumps({"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}})
+STRATEGIES = {
+    "replicas": {},
+    "shards": {"fsdp_enable": True},
+    "zero 3": {"deepspeed_config": ZERO3},
+    "streamed": {"stream_base": True, "gradient_checkpointing": True},
+}
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    return tiny.flux(tmp_path_factory.mktemp("kinds") / "base")
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def first(base, train, pictures, request):
+    """Two steps of one process; the second half of the pictures is regularisation data."""
+    entries, run = base.parent / "datasets.json", base.parent / request.param
+    folder = {"instance_data_dir": str(pictures)}
+    entries.write_text(json.dumps([{"id": "a", **folder}, {"id": "b", "is_regularisation_data": True, **folder}]))
+    options = {**OPTIONS, **KINDS[request.param], "lora_kind": request.param, "pretrained_model_name_or_path": base}
+    options |= {"instance_data_dir": None, "data_backend_config": entries}
+    code, output = train(run, **options)
+    assert code == 0, output
+    return run, options
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_the_second_step_of_one_process_is_that_of_two(first, train, strategy, tmp_path):
+    run, options = first
+    shutil.copytree(run / "checkpoints" / "step-00000001", tmp_path / "run" / "checkpoints" / "step-00000001")
+    code, output = train(tmp_path / "run", **options | SEVERAL | STRATEGIES[strategy])
+    assert (code, "at step 1" in output) == (0, True), output
+    before, one, other = tensors(run, 1), tensors(run, 2), tensors(tmp_path / "run", 2)
+    assert apart(one, before) > 20 * apart(one, other)
