@@ -50,8 +50,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """What lives as long as the process is looked through no more."""
-    gc.freeze()
     gc.enable()
 
 

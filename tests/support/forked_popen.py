@@ -91,6 +91,8 @@ if __name__ == "__main__":
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
         listener.bind(f"\0{_address(int(sys.argv[2]))}")
         listener.listen()
+        gc.disable()  # imports make hardly any garbage
         import_heavy()
         gc.freeze()
+        gc.enable()
         serve(socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2]), listener)

@@ -156,6 +156,7 @@ def fork_server(module: str) -> ForkServer:
 
 def main(descriptor: int) -> None:
     """Fork ranks until nobody is there to ask for them. In a rank, return when it has done its work."""
+    gc.disable()  # imports make hardly any garbage
     for name in HEAVY:
         import_module(name)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for them here
@@ -180,6 +181,7 @@ def run_as_rank(line: int, output: int, environment: Mapping[str, str], folder: 
     """As the process that `smalti_testing.ranks` would have started."""
     from smalti_testing.rank import main
 
+    gc.enable()
     os.setsid()
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     for stream in (1, 2):
