@@ -29,6 +29,34 @@ def test_rows_and_columns_count_as_state():
         assert kept.optimizer == pytest.approx(4 * MODEL.trained + 4 * 2 * count, abs=1)
 
 
+def test_frozen_blocks_in_8_bits_are_gathered_and_sent_as_they_are_kept():
+    """The gathered copies, and what ranks send of all parameters, take half: adapters and what is in no block do not."""
+    adapter = 2**20
+    blocks = tuple(replace(block, trained=adapter) for block in MODEL.sample.blocks)
+    frozen = 2**32 - 16 * adapter
+    model = replace(MODEL, trained=16 * adapter, outside_trained=0, sample=replace(MODEL.sample, blocks=blocks))
+    strategy = replace(sharded(8), gathered=3, gathered_bytes=2)
+
+    def found(bytes_in_block):
+        kept = replace(model, frozen=FrozenStorage(bytes=frozen * bytes_in_block + 2 * MODEL.outside))
+        way = estimate(kept, RUN, strategy, "full", 1, H100, World(size=8, local_size=8, device="cuda:0"))
+        return way.counted.phases["forward"].device.gathered, way.counted.traffic[0].bytes, way.slowest.parts["communication"]
+
+    (whole, sent, seconds), (half, less_sent, less_seconds) = found(2), found(1)
+    assert whole == 2 * (3 * 2**28 + MODEL.outside)
+    assert whole - half == 3 * (2**28 - adapter)
+    assert sent - less_sent == 2 * 4 * frozen / 2
+    assert less_seconds < seconds
+
+
+def test_a_save_copies_the_average_that_an_optimizer_keeps():
+    ways = [counted(WHOLE, run=replace(RUN, averages=averages)).counted for averages in (False, True)]
+    plain, averaging = (way.phases["save"] for way in ways)
+    assert averaging.pinned - plain.pinned == 4 * MODEL.trained // 8
+    assert averaging.device.total - plain.device.total == 4 * MODEL.trained
+    assert ways[0].resident == ways[1].resident
+
+
 def test_gradients_count_between_steps_where_their_memory_is_kept():
     once = replace(RUN, effective_batch=8)
     kept, freed = (counted(replace(WHOLE, keeps_gradients=kept), run=once).counted for kept in (True, False))

@@ -189,7 +189,7 @@ def test_what_is_set_stays_and_the_message_says_what_bars_a_smaller_way(search):
     assert "with what is set, the smallest needs up to " in raised.value.message
     assert raised.value.fix.startswith("--fit=")
     assert "; or leave out " in raised.value.fix
-    assert "stream_base" in raised.value.fix.partition(": ")[0]
+    assert "base_model_precision, fsdp_enable" in raised.value.fix.partition(": ")[0]
 
 
 def test_restoring_frozen_weights_takes_time_so_that_they_lose_no_precision_for_nothing(search):

@@ -136,7 +136,8 @@ class OptimizerEntry(Registered):
     parameters, as an elementwise optimizer does. An optimizer that does not work with the chosen strategy is refused before
     launch. `state_bytes` is the size of its state for each parameter that trains, for `smalti plan`; None if unknown. `factors`
     counts the rows and columns that it also keeps, in fp32, of each tensor: over its last two dimensions, or, if
-    `factors_flattened` says so and it is less, over the first one and all others together.
+    `factors_flattened` says so and it is less, over the first one and all others together. `averages`: it has an `average` of
+    the weights, which checkpoints hold as an EMA.
     """
 
     kind = "the optimizer"
@@ -144,6 +145,7 @@ class OptimizerEntry(Registered):
     state_bytes: float | None = None
     factors: int = 0
     factors_flattened: bool = False
+    averages: bool = False
     accepts: tuple[str, ...] = ("betas", "eps", "weight_decay")
     shards: bool = True
     flat: bool = True

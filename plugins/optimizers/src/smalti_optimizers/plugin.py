@@ -77,6 +77,7 @@ _OPTIMIZERS = (
         title="schedule-free AdamW",
         state_bytes=8,
         factory="smalti_optimizers.schedule_free:ScheduleFreeAdamW",
+        averages=True,
         flat=False,
     ),
     OptimizerEntry(
@@ -84,6 +85,7 @@ _OPTIMIZERS = (
         title="schedule-free Prodigy",
         state_bytes=16,
         factory="smalti_optimizers.prodigy_schedule_free:ProdigyScheduleFree",
+        averages=True,
         accepts=("betas", "eps"),
         flat=False,
     ),

@@ -15,7 +15,7 @@ from smalti.parallel import DeviceModel
 from smalti.plugins import Plugins
 from smalti_plan.facts import ModelFacts
 from smalti_plan.fit import Fit, fit_of
-from smalti_plan.formulas.memory import memory_of
+from smalti_plan.formulas.memory import memory_of, sent_bytes
 from smalti_plan.formulas.run_facts import RunFacts
 from smalti_plan.formulas.time import FAST, SLOW, Efficiency, StepTime, time_of
 from smalti_plan.records import Candidate, Rehearsal, RehearsalError, Traffic
@@ -267,7 +267,7 @@ def estimate(
         resident=memory.resident,
         resident_host=memory.resident_host,
         phases=memory.phases,
-        traffic=tuple(_traffic(each, model, candidate) for each in strategy.communication),
+        traffic=tuple(_traffic(each, model, strategy, candidate) for each in strategy.communication),
         save_bytes=memory.phases["save"].pinned,
     )
     fastest, slowest = (time_of(model, run, strategy, candidate, device, world, each) for each in efficiencies)
@@ -283,12 +283,11 @@ def estimate(
     )
 
 
-def _traffic(each: Communication, model: ModelFacts, candidate: Candidate) -> Traffic:
-    parameters = model.trained if each.of == "trained" else model.parameters
+def _traffic(each: Communication, model: ModelFacts, strategy: Strategy, candidate: Candidate) -> Traffic:
     times = candidate.accumulation if each.times == "micro-batch" else 1
     return Traffic(
         collective=each.collective.replace("-", "_"),  # type: ignore[arg-type]
         ranks=each.ranks,
-        bytes=int(times * parameters * each.bytes_per_parameter),
+        bytes=int(sent_bytes(each, model, strategy, candidate)),
         calls=times * max(1, len(model.sample.blocks)),
     )

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import cast
 
-from smalti import Strategy
+from smalti import Communication, Strategy
 from smalti_plan.facts import BlockFacts, ModelFacts
 from smalti_plan.formulas.run_facts import RunFacts
 from smalti_plan.records import Candidate, MemoryParts, PhasePeak, Recompute
@@ -64,10 +64,13 @@ class _Formula:
         host += sum(self.inputs()) - self.on_device(self.inputs())
         host += 0 if self.run.ema_on_device else self.ema
         # Ranks share the work of a save, whoever holds a copy.
-        saved = self.model.trained * ((2 if self.run.bf16_weights else 4) + self.run.state_bytes + (4 if self.run.ema else 0))
+        average = 4 if self.run.ema or self.run.averages else 0
+        saved = self.model.trained * ((2 if self.run.bf16_weights else 4) + self.run.state_bytes + average)
         written = int(saved / self.ranks)
         phases = {name: PhasePeak(device=parts, host=host) for name, parts in self.moments(resident).items()}
-        phases["save"] = PhasePeak(device=resident, host=host + written, pinned=written)
+        made = self.held["weights"] if self.run.averages else 0  # an EMA is there, the average of an optimizer is computed
+        at_save = replace(resident, temporaries=resident.temporaries + made)
+        phases["save"] = PhasePeak(device=at_save, host=host + written, pinned=written)
         return Memory(resident=resident, resident_host=host, phases=phases)
 
     def between(self) -> MemoryParts:
@@ -147,7 +150,9 @@ class _Formula:
         if not self.strategy.gathered:
             return 0
         count = self.strategy.gathered if copies is None else copies
-        return int(self.strategy.gathered_bytes * (count * self.largest + self.model.outside))
+        blocks = [gathered_bytes(self.model, self.strategy, block) for block in self.model.sample.blocks]
+        largest = max(blocks, default=self.strategy.gathered_bytes * self.largest)
+        return int(count * largest + self.strategy.gathered_bytes * self.model.outside)
 
     def copies(self, *, whole: bool) -> int:
         """Weights that autocast has cast: all of them in a forward pass; those of one block while it is recomputed.
@@ -182,6 +187,24 @@ def resident_bytes(model: ModelFacts, strategy: Strategy, candidate: Candidate) 
     if "frozen" not in strategy.offloaded:
         return frozen
     return min(frozen, int(cast(float, candidate.options.get("resident_gib", 0)) * 2**30))
+
+
+def gathered_bytes(model: ModelFacts, strategy: Strategy, block: BlockFacts) -> float:
+    """Bytes of a gathered block. Frozen weights that are kept in less than others are gathered in are gathered as they are."""
+    outside = model.outside - model.outside_trained
+    inside = model.parameters - model.trained - outside
+    kept = (model.frozen.bytes - strategy.gathered_bytes * outside) / inside if inside else strategy.gathered_bytes
+    frozen = block.parameters - block.trained
+    return strategy.gathered_bytes * block.trained + min(strategy.gathered_bytes, kept) * frozen
+
+
+def sent_bytes(each: Communication, model: ModelFacts, strategy: Strategy, candidate: Candidate) -> float:
+    """Bytes that one rank sends in a step."""
+    parameters: float = model.trained if each.of == "trained" else model.parameters
+    if each.of == "all" and strategy.gathered_bytes:
+        for block in model.sample.blocks:
+            parameters -= block.parameters - gathered_bytes(model, strategy, block) / strategy.gathered_bytes
+    return (candidate.accumulation if each.times == "micro-batch" else 1) * parameters * each.bytes_per_parameter
 
 
 def _kept(block: BlockFacts, mode: Recompute) -> int:

@@ -21,6 +21,8 @@ class RunFacts:
     """`state_bytes` of the optimizer for each parameter that trains, without what depends on the model and on the way to train
     (`of_way`): its `factors`, and `rest_bytes` of weights in bf16. `ema` and `ema_on_device`: EMA is kept, and where.
 
+    `averages`: the optimizer averages weights, and a save has the average as it would have an EMA.
+
     `bf16_weights`: weights that train are kept in bf16, with their gradients. `releases_gradients`: each is freed in the
     backward pass. `activations_on_host`: what recomputation keeps waits in host memory. A way to train may set these three.
 
@@ -38,6 +40,7 @@ class RunFacts:
     notices: tuple[str, ...] = ()
     factors: int = 0
     factors_flattened: bool = False
+    averages: bool = False
     bf16_weights: bool = False
     rest_bytes: float = 0.0
     releases_gradients: bool = False
@@ -66,6 +69,7 @@ class RunFacts:
             notices=tuple(notices),
             factors=entry.factors,
             factors_flattened=entry.factors_flattened,
+            averages=entry.averages,
             bf16_weights=given.get("weights_dtype") == "bf16",
             rest_bytes=2.0 if given.get("bf16_update") == "kahan" else 0.0,
             releases_gradients=bool(given.get("release_gradients")),

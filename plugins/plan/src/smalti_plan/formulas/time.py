@@ -11,10 +11,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from smalti import Communication, Strategy, World
+from smalti import Strategy, World
 from smalti.parallel import DeviceModel
 from smalti_plan.facts import ModelFacts
-from smalti_plan.formulas.memory import resident_bytes
+from smalti_plan.formulas.memory import resident_bytes, sent_bytes
 from smalti_plan.formulas.run_facts import RunFacts
 from smalti_plan.records import Candidate
 
@@ -86,7 +86,9 @@ def time_of(
     hidden = {"micro-batch": computing + dispatch, "step": max(passes[1])}
     sending = dict.fromkeys(hidden, 0.0)
     for each in strategy.communication:
-        sending[each.times] += _sending(each, model, candidate, device, efficiency)
+        link = device.network_bandwidth if each.between_nodes else device.link_bandwidth
+        speed = link * efficiency.collectives.get(each.collective, efficiency.links)
+        sending[each.times] += sent_bytes(each, model, strategy, candidate) / speed
     exposed = sum(
         seconds if on_host else max(0.0, seconds - 0.9 * hidden[times]) + _unhidden(model, seconds)
         for times, seconds in sending.items()
@@ -127,17 +129,6 @@ def _restoring(model: ModelFacts, candidate: Candidate, device: DeviceModel, eff
     passes = 3 if candidate.recompute == "full" else 2
     moved = candidate.accumulation * passes * each * (model.parameters - model.trained)
     return moved / (device.memory_bandwidth * efficiency.memory)
-
-
-def _sending(
-    each: Communication, model: ModelFacts, candidate: Candidate, device: DeviceModel, efficiency: Efficiency
-) -> float:
-    parameters = model.trained if each.of == "trained" else model.parameters
-    times = candidate.accumulation if each.times == "micro-batch" else 1
-    link = device.network_bandwidth if each.between_nodes else device.link_bandwidth
-    return (
-        times * parameters * each.bytes_per_parameter / (link * efficiency.collectives.get(each.collective, efficiency.links))
-    )
 
 
 def _unhidden(model: ModelFacts, seconds: float) -> float:

@@ -123,7 +123,7 @@ class Search:
             ways.append(f"--fit_host={math.ceil(host_of(own) / 10**9)}GB")
         barring = [] if own is not None and _need(smallest) >= _need(own) else list(self._changed(smallest, self.fixed))
         if barring:
-            names = ", ".join(barring)
+            names = ", ".join(sorted(barring))
             ways.append(f"leave out {names}: {smallest.strategy.title} needs {_needs(smallest)} ({flags(smallest.options)})")
         return UserError(message, fix="; or ".join([*ways, "fewer or smaller images at once, a LoRA, or more devices"]))
 
