@@ -6,6 +6,9 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
+from smalti.config.resolution import resolve
+from smalti.plugins.discovery import load_plugins
+from smalti.plugins.schema import schema_of
 from smalti.types import RankInfo, RunState, StepResult, World
 from smalti_health.graphs import GraphWatch
 from smalti_health.hangs.plugin import Hangs
@@ -78,10 +81,11 @@ def test_shapes_that_are_not_compiled_any_more_are_told_once(caplog, monkeypatch
 
 
 @pytest.mark.parametrize(("flags", "rank", "count"), [(COMPILING, 0, 1), (COMPILING, 1, 0), ([], 0, 0)])
-def test_the_main_rank_of_a_run_that_compiles_looks_after_each_step(caplog, configure, tmp_path, flags, rank, count):
+def test_the_main_rank_of_a_run_that_compiles_looks_after_each_step(caplog, tmp_path, flags, rank, count):
     caplog.set_level(logging.WARNING)
     world = World(rank=rank, size=2, local_rank=rank, local_size=2)
-    info = RankInfo(id="", directory=tmp_path, world=world, config=configure(*flags), strategy="", plugins=())
+    config = resolve(schema_of(load_plugins()), ("--model_family=toy", *flags), environment={})
+    info = RankInfo(id="", directory=tmp_path, world=world, config=config, strategy="", plugins=())
     plugin = Hangs()
     plugin.on_rank_start(RunState(max_steps=1), info)
     try:
