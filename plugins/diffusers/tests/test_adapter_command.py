@@ -1,4 +1,4 @@
-"""`smalti adapter`: verdicts about files, conversions without loss, sums of adapters, lower ranks."""
+"""`smalti adapter`: which tools read a file, conversions without loss, sums of adapters, lower ranks."""
 
 import json
 

@@ -39,7 +39,7 @@ def check(file: Path, model: str | None, as_json: bool) -> None:
 
     FILE is a safetensors file in any format. A tool that reads it at another strength than the one it was trained at is named.
     """
-    from smalti_diffusers.lora.verdicts import verdicts
+    from smalti_diffusers.lora.readers import readers
     from smalti_diffusers.lora.workshop import opened
     from smalti_diffusers.options import TITLES
 
@@ -54,7 +54,7 @@ def check(file: Path, model: str | None, as_json: bool) -> None:
         "rank": header.rank,
         "alpha": header.alpha,
         "text_encoder_layers": header.text_layers,
-        "tools": verdicts(header, place.family),
+        "tools": readers(header, place.family),
     }
     if as_json:
         click.echo(json.dumps(said, indent=2, ensure_ascii=False))
@@ -63,8 +63,8 @@ def check(file: Path, model: str | None, as_json: bool) -> None:
     click.echo(f"{header.path}: {TITLES[header.kind]} {rank}, {counted(len(found.layers), 'layer')} of {place.source}")
     if header.text_layers:
         click.echo(f"note: {counted(header.text_layers, 'layer')} of text encoders, which smalti does not use")
-    for tool, verdict in verdicts(header, place.family).items():
-        click.echo(f"{tool:<10} {verdict}")
+    for tool, answer in readers(header, place.family).items():
+        click.echo(f"{tool:<10} {answer}")
 
 
 @adapter.command("convert", cls=Command, examples=("smalti adapter convert style.safetensors --to style-kohya --format=kohya",))
@@ -81,9 +81,7 @@ def convert(file: Path, target: Path, format: str | None, model: str | None, as_
     _write(held(found), place, target, format, as_json=as_json)
 
 
-@adapter.command(
-    "merge", cls=Command, examples=("smalti adapter merge a.safetensors b.safetensors --to both --strength=1 --strength=0.5",)
-)
+@adapter.command("merge", cls=Command, examples=("smalti adapter merge cat.safetensors oil.safetensors --to both",))
 @click.argument("files", nargs=-1, required=True, type=_FILE, metavar="FILE...")
 @_TO
 @click.option("--strength", "strengths", multiple=True, type=float, help="Strength of each FILE, in their order. Default: 1.")
@@ -121,7 +119,10 @@ def merge(
 @_MODEL
 @_JSON
 def resize(file: Path, rank: int, target: Path, format: str | None, model: str | None, as_json: bool) -> None:
-    """Make a LoRA of a lower rank, or of a LoKr or LoHa, that changes the weights as nearly as that rank can."""
+    """Make a LoRA of a lower rank, or a LoRA of a LoKr or LoHa.
+
+    It changes the weights as nearly as that rank can.
+    """
     from smalti_diffusers.lora.workshop import held, opened, resized
 
     found, place = opened(file, model)

@@ -49,8 +49,8 @@ def export_pipeline(family: PipelineFamily, folder: ExportFolder) -> None:
     folder.metadata |= _metadata(family, adapter=family.lora is not None and not merge)
     if family.lora is not None and not merge:
         format = chosen_format(family.name, folder.request.format, family.lora.kind)
-        base = partial(family.base_weights, family.seed)
-        write_adapter(folder, format, family.name, family.part, family.meta_model, config, base)
+        weights = partial(family.base_weights, family.seed)
+        write_adapter(folder, format, family.name, family.part, family.meta_model, config, weights)
         folder.usages += adapter_usages(family, format, folder.name)
         return
     tensors = None

@@ -160,7 +160,7 @@ class LoraOptions(Options):
         ge=-1,
     )
     lokr_factor_pattern: Names = option(
-        (), help="lokr_factor of some layers, as NAME=FACTOR.", level="advanced", when="lora_kind == lokr"
+        (), help="Other values of `lokr_factor` for some layers, as NAME=FACTOR.", level="advanced", when="lora_kind == lokr"
     )
     lokr_full: bool = option(
         False, help="Train full matrices as both factors of a LoKr, without rank and alpha.", when="lora_kind == lokr"

@@ -9,10 +9,10 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from smalti import UserError
 from smalti_diffusers.lora.assistant import ASSISTANT, activate, attach_assistant
@@ -84,7 +84,7 @@ def _inject(model: nn.Module, lora: Lora, layers: dict[str, _Layer]) -> None:
     ranks = {f"^{re.escape(name)}$": layer.rank for name, layer in layers.items() if layer.rank != lora.rank}
     alphas = {f"^{re.escape(name)}$": layer.alpha for name, layer in layers.items() if layer.alpha != alpha}
     if lora.kind in ("lora", "dora"):
-        settings = {
+        settings: dict[str, Any] = {
             "r": lora.rank,
             "lora_alpha": alpha,
             "lora_dropout": lora.dropout,
@@ -94,13 +94,14 @@ def _inject(model: nn.Module, lora: Lora, layers: dict[str, _Layer]) -> None:
             "use_rslora": lora.stabilised,
             "use_dora": lora.kind == "dora",
         }
-        config = LoraConfig(**settings)  # type: ignore[arg-type]  # alpha may be a fraction, whatever the annotation says
+        config = LoraConfig(**settings)  # alpha may be a fraction, whatever its annotation says
         inject_adapter_in_model(config, model, adapter_name=ADAPTER, low_cpu_mem_usage=True)
         if lora.kind == "lora":
             return
     from smalti_diffusers.lora.layers import KroneckerModel, declare_reads, decompose
 
-    common = {"r": lora.rank, "alpha": alpha, "target_modules": targets, "rank_pattern": ranks, "alpha_pattern": alphas}
+    common: dict[str, Any] = {"r": lora.rank, "alpha": alpha, "target_modules": targets}
+    common |= {"rank_pattern": ranks, "alpha_pattern": alphas}
     if lora.kind == "dora":
         decompose(model)
     elif lora.kind == "lokr":
@@ -126,7 +127,7 @@ def _layers(model: nn.Module, lora: Lora) -> dict[str, _Layer]:
     for name in names:
         rank = ranks.get(name, lora.rank)
         if lora.full:
-            rank = max(model.get_submodule(name).weight.shape[:2])
+            rank = max(cast(Tensor, model.get_submodule(name).weight).shape[:2])
         alpha = alphas.get(name, lora.alpha or rank)
         found[name] = _Layer(rank=int(rank), alpha=alpha, factor=int(factors.get(name, lora.factor)))
     return found

@@ -20,25 +20,29 @@ from smalti_diffusers.lora.kinds import ADAPTER, by_row, change, row_norms
 from smalti_diffusers.lora.shapes import MAGNITUDE
 
 
-class FactoredLinear(LoKrLinear):  # type: ignore[misc]  # peft has no types
+class FactoredLinear(LoKrLinear):
     """A linear layer with a lokr that never computes kron(w1, w2), which would be as large as the weight of the layer."""
 
-    def _get_delta_activations(self, adapter_name: str, input: Tensor, *args: object, **kwargs: object) -> Tensor:
-        first = self.lokr_w1[adapter_name] * self.scaling[adapter_name]
+    def _get_delta_activations(self, adapter_name: str, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:  # type: ignore[override]
+        first: Tensor = self.lokr_w1[adapter_name] * self.scaling[adapter_name]
         if adapter_name in self.lokr_w2:
             seconds = [self.lokr_w2[adapter_name]]
         else:
             seconds = [self.lokr_w2_b[adapter_name], self.lokr_w2_a[adapter_name]]
-        values = cast(Tensor, self._cast_input_dtype(input, first.dtype)).unflatten(-1, (first.shape[1], -1))
+        cast_input: Tensor = self._cast_input_dtype(input, first.dtype)
+        values = cast_input.view(*cast_input.shape[:-1], first.shape[1], -1)
         for second in seconds:
             values = values @ second.T
         return (first @ values).flatten(-2)
 
 
-class KroneckerModel(LoKrModel):  # type: ignore[misc]
+class KroneckerModel(LoKrModel):
     """peft's tuner with the layers above, and a factor for each layer."""
 
-    layers_mapping: ClassVar = {**LoKrModel.layers_mapping, nn.Linear: FactoredLinear}
+    layers_mapping: ClassVar[dict[type[nn.Module], type[LoKrLayer]]] = {  # type: ignore[misc]
+        **LoKrModel.layers_mapping,
+        nn.Linear: FactoredLinear,
+    }
     factors: Mapping[str, int]
     """By the name of a layer: how its sizes are divided."""
 
@@ -51,9 +55,9 @@ class KroneckerModel(LoKrModel):  # type: ignore[misc]
             if isinstance(module, LoKrLayer) and ADAPTER in module.lokr_w1 and ADAPTER in module.lokr_w2:
                 module.scaling[ADAPTER] = 1.0
 
-    def _create_and_replace(self, config: LoKrConfig, *args: Any, current_key: str, **kwargs: Any) -> None:
-        config = replace(config, decompose_factor=self.factors[current_key])
-        super()._create_and_replace(config, *args, current_key=current_key, **kwargs)
+    def _create_and_replace(self, config: LoKrConfig, *args: Any, **kwargs: Any) -> None:  # type: ignore[override]
+        config = replace(config, decompose_factor=self.factors[kwargs["current_key"]])
+        super()._create_and_replace(config, *args, **kwargs)
 
 
 class Decomposed:
@@ -82,18 +86,19 @@ class Decomposed:
             lengths = by_row(lengths, weight.ndim - 1)
         if base.bias is not None:
             linear = result - (by_row(base.bias, weight.ndim - 1) if weight.ndim > 2 else base.bias)
-        return result + self.strength * ((lengths - 1) * linear + lengths * added)
+        changed: Tensor = result + self.strength * ((lengths - 1) * linear + lengths * added)
+        return changed
 
 
 def decompose(model: nn.Module) -> None:
     """Let the dora layers of a model compute as `Decomposed` does."""
     for module in model.modules():
         if isinstance(module, LoraLayer) and ADAPTER in module.lora_variant:
-            module.lora_variant[ADAPTER] = Decomposed()
+            module.lora_variant[ADAPTER] = cast(Any, Decomposed())
 
 
 def declare_reads(model: nn.Module) -> None:
     """Say of each layer that it reads parameters of its parts without calling them, for backends that gather them."""
     for module in model.modules():
         if isinstance(module, BaseTunerLayer):
-            module.reads_parts = True
+            cast(Any, module).reads_parts = True

@@ -19,7 +19,8 @@ def adapter_scaled(model: nn.Module, strength: float, adapter: str = ADAPTER) ->
     """
     from peft.tuners.tuners_utils import BaseTunerLayer
 
-    layers = [module for module in model.modules() if isinstance(module, BaseTunerLayer) and adapter in module.scaling]
+    tuned: list[Any] = [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
+    layers = [module for module in tuned if adapter in module.scaling]
     factors = [_factor(layer, adapter) for layer in layers]
     before = [holder[name] for holder, name in factors]
     try:

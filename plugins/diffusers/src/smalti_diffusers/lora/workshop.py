@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from smalti import UserError
-from smalti.checkpoint import ExportFolder, StoredTensor, TrainedWeights, check_new, make_folder
+from smalti.checkpoint import StoredTensor, check_new, make_folder
 from smalti_diffusers.flavours import FLAVOURS, shipped_folder
 from smalti_diffusers.lora.formats import chosen_format, write_adapter
 from smalti_diffusers.lora.header import AdapterHeader
@@ -24,6 +24,7 @@ from smalti_diffusers.options import TITLES, Kind
 from smalti_diffusers.pipeline import PipelineFamily
 from smalti_diffusers.sources.components import Components
 from smalti_diffusers.sources.location import INDEX
+from smalti_export.folder import NewExport, TrainedWeights
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,8 +164,8 @@ def resized(adapter: HeldAdapter, rank: int, model: nn.Module) -> tuple[HeldAdap
         raise UserError("a DoRA also changes lengths of rows, which no LoRA does", fix="train again with a lower --lora_rank")
     layers, kept, total = {}, 0.0, 0.0
     for layer, parts in adapter.layers.items():
-        shape = model.get_submodule(layer).weight.shape
-        values, left, right = _decomposed(parts, cast(torch.Size, shape))
+        shape = cast(Tensor, model.get_submodule(layer).weight).shape
+        values, left, right = _decomposed(parts, shape)
         total += float(values.square().sum())
         kept += float(values[:rank].square().sum())
         if "lora_A" in parts and len(parts["lora_A"]) <= rank:
@@ -191,7 +192,7 @@ def _decomposed(parts: Mapping[str, Tensor], shape: torch.Size) -> tuple[Tensor,
 
 
 class _Held:
-    """An adapter in memory as `ExportFolder` reads the tensors of a run."""
+    """An adapter in memory as `NewExport` reads the tensors of a run."""
 
     dtype = None
 
@@ -220,7 +221,7 @@ def write(adapter: HeldAdapter, model: AdaptedModel, target: Path, format: str |
     trained = cast(TrainedWeights, _Held(adapter))
 
     def fill(folder: Path) -> dict[str, object]:
-        made = ExportFolder(folder, trained, said, lambda done, total: None, name=target.name)
+        made = NewExport(folder, trained, said, lambda done, total: None, name=target.name)
         write_adapter(made, chosen, model.family, model.part, model.model, model.config)
         return dict(made.finish())
 

@@ -21,7 +21,7 @@ _KOHYA_IN_DIFFUSERS = ("flux", "flux2", "qwen_image", "sdxl", "z_image")
 _NOBODYS = Tools(diffusers=False, comfyui=None, kohya=False)
 
 
-def verdicts(header: AdapterHeader, family: str) -> dict[str, str]:
+def readers(header: AdapterHeader, family: str) -> dict[str, str]:
     """What each tool makes of the file: "reads it", at another strength if so, or "does not read it"."""
     tools = TOOLS.get(family, _NOBODYS)
     first = next(iter(header.layers))
@@ -34,13 +34,13 @@ def verdicts(header: AdapterHeader, family: str) -> dict[str, str]:
     else:
         in_diffusers = style == "diffusers" and chosen_format(family, None, header.kind) == "diffusers"
     in_peft = style == "peft" and header.path.with_name("adapter_config.json").is_file()
-    readers = {
+    formats = {
         "diffusers": ("diffusers", in_diffusers),
         "ComfyUI": ("comfyui", style in in_comfyui),
         "kohya": ("kohya", style == "kohya" and tools.kohya),
         "peft": ("peft", in_peft),
     }
-    found = {tool: "reads it" if reads else _instead(header, family, format) for tool, (format, reads) in readers.items()}
+    found = {tool: "reads it" if reads else _instead(header, family, format) for tool, (format, reads) in formats.items()}
     return found | ({"ComfyUI": _read_by_comfyui(header)} if style in in_comfyui else {})
 
 
