@@ -208,7 +208,7 @@ def lengths(
     Kohya's tools bring the rows of W + dW to these lengths. ComfyUI multiplies W + dW by them over the lengths of rows of W.
     """
     layers = {each.name: each for each in adapted}
-    dimensions = adapter.model.get_submodule(members[0]).weight.ndim
+    dimensions = cast(Tensor, adapter.model.get_submodule(members[0]).weight).ndim
 
     def compute() -> Tensor:
         found = []
