@@ -18,6 +18,7 @@ from random import Random
 
 from smalti.checkpoint import CheckpointStore, verify
 from smalti_health.circuits import reset_circuit
+from smalti_health.webhooks.delivery.sender import ORPHAN_SECONDS
 from smalti_testing import ObjectStore, seaweed
 from smalti_testing.http_receiver import Receiver, status
 from smalti_testing.nvml import FakeNvml
@@ -225,7 +226,7 @@ def _until_complete(trial: Soak) -> None:
         if held:
             trial.report.broken.append(f"after {names}: exit codes {codes}: {[each[-1500:] for each in run.outputs()]}")
             return
-        left = trial.cluster.leftovers(10)
+        left = trial.cluster.leftovers(ORPHAN_SECONDS + 15)  # a webhook may be tried again for so long after its rank
         trial.report.expect(not left, f"after {names}: processes are left: {left}")
     trial.receiver.default = status(204)
     sent = {each.id for each in trial.receiver.requests if each.json["type"] == "gpu.fault"}
