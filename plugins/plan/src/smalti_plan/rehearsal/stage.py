@@ -252,7 +252,7 @@ class Stage:
                 self.ledger.mark((parameter.grad for parameter in self.run.model.parameters()), "gradients")
             return made
 
-        setattr(owner, name, counted)
+        setattr(owner, name, _Counted(own, counted))
         try:
             yield
         finally:
@@ -260,6 +260,20 @@ class Stage:
                 setattr(owner, name, own)
             else:
                 delattr(owner, name)
+
+
+@dataclass(frozen=True)
+class _Counted:
+    """`call` in place of a callable, whose attributes it has."""
+
+    own: Any
+    call: Callable[..., Any]
+
+    def __call__(self, *arguments: Any, **named: Any) -> Any:
+        return self.call(*arguments, **named)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.own, name)
 
 
 class _NoLoader:
