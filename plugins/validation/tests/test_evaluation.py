@@ -19,6 +19,7 @@ from smalti.launch.rank import run_rank
 from smalti.plugins.discovery import Selection, load_plugins
 from smalti.plugins.registry import PluginInfo
 from smalti.plugins.schema import schema_of
+from smalti_export.command import export as export_checkpoint
 from smalti_toy.family import ToyShape, ToyTransformer
 from smalti_validation.drift import drift, pixels
 from support.forked_ranks import forked_processes
@@ -252,7 +253,7 @@ def test_the_best_checkpoint_is_marked_and_exported(kept, tmp_path):
     assert [Path(each["path"]).name for each in listed if each["best"]] == [best]
     rows = CliRunner().invoke(checkpoint, ["ls", str(kept)]).output.splitlines()
     assert [row.split()[0] for row in rows if row.endswith("  best")] == [best]
-    done = CliRunner().invoke(checkpoint, ["export", str(kept), f"--to={tmp_path / 'model'}", "--step=best"])
+    done = CliRunner().invoke(export_checkpoint, [str(kept), f"--to={tmp_path / 'model'}", "--step=best"])
     assert f"toy at step {int(best[5:])}," in done.output
 
 
