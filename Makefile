@@ -41,7 +41,7 @@ quick: $(VENV)/dev.done
 	$(TEST_ENV) PYTHONPATH=tests $(BIN)/python tests/quick.py
 
 test: $(VENV)/dev.done $(VENV)/compiled.done
-	$(TEST_ENV) $(BIN)/python -m pytest -n 5 --dist loadfile --no-loadscope-reorder --maxfail=10 --durations=20 $(ARGS)
+	$(TEST_ENV) $(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder --maxfail=10 --durations=20 $(ARGS)
 
 # What needs CUDA's parts of torch, on builds for CUDA as pip installs them for users; no GPU, but 6 GB for each version.
 CUDA_TORCH ?= 2.13.0 2.15.0

@@ -30,7 +30,7 @@ def test_a_run_on_two_ranks_continues_on_one_with_its_state(optimizer, tmp_path,
         name = next(name for name, weight in weights.items() if weight.numel() >= 64 * 64)
         assert torch.equal(average[name], weights[name].lerp(state[f"{name}.z"], 1 - 1 / 0.9))
         words = ["export", str(resumed.directory), "--to", str(tmp_path / "made")]
-        assert CliRunner(env={"SMALTI_PLUGINS": "toy"}).invoke(checkpoint, words).exit_code == 0
+        assert CliRunner(env={"SMALTI_PLUGINS": "toy,export"}).invoke(checkpoint, words).exit_code == 0
         assert torch.equal(load_file(tmp_path / "made" / "diffusion_pytorch_model.safetensors")[name], average[name])
         return
     assert state[large].dtype == (torch.uint8 if optimizer == "adamw8bit" else torch.float32)

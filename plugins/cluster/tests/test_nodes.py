@@ -110,10 +110,10 @@ def test_a_difference_ends_the_scan_of_node_0(directory, node, together, monkeyp
 
 
 def test_a_node_that_does_not_come_is_named(directory, node, together):
-    first = node(0, "--rendezvous_timeout=1")
+    first = node(0, "--rendezvous_timeout=4")
     with begun(directory, first):
-        gathering, _ = together(first.gather, node(1, "--rendezvous_timeout=1").join)
-        with pytest.raises(PreflightError, match=r"^node 2 did not start within 1 s") as refused:
+        gathering, _ = together(first.gather, node(1, "--rendezvous_timeout=4").join)
+        with pytest.raises(PreflightError, match=r"^node 2 did not start within 4 s") as refused:
             gathering.result(60)
     assert "--machine_rank=2" in refused.value.fix
 
