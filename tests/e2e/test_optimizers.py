@@ -7,7 +7,7 @@ import torch
 from click.testing import CliRunner
 from safetensors.torch import load_file
 
-from smalti.cli.checkpoint import checkpoint
+from smalti_export.command import export
 
 OPTIONS = {"toy_width": 64, "train_batch_size": 2, "learning_rate": 1e-4, "max_train_steps": 6, "adam_epsilon": 1e-3}
 HALF = {"max_train_steps": 3}
@@ -29,8 +29,8 @@ def test_a_run_on_two_ranks_continues_on_one_with_its_state(optimizer, tmp_path,
         weights, average = resumed.tensors(6, "model"), resumed.tensors(6, "ema")
         name = next(name for name, weight in weights.items() if weight.numel() >= 64 * 64)
         assert torch.equal(average[name], weights[name].lerp(state[f"{name}.z"], 1 - 1 / 0.9))
-        words = ["export", str(resumed.directory), "--to", str(tmp_path / "made")]
-        assert CliRunner(env={"SMALTI_PLUGINS": "toy,export"}).invoke(checkpoint, words).exit_code == 0
+        words = [str(resumed.directory), "--to", str(tmp_path / "made")]
+        assert CliRunner(env={"SMALTI_PLUGINS": "toy,export"}).invoke(export, words).exit_code == 0
         assert torch.equal(load_file(tmp_path / "made" / "diffusion_pytorch_model.safetensors")[name], average[name])
         return
     assert state[large].dtype == (torch.uint8 if optimizer == "adamw8bit" else torch.float32)
