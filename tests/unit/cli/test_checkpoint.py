@@ -12,6 +12,7 @@ from smalti.checkpoint.format.state_file import State
 from smalti.checkpoint.format.store import CheckpointStore
 from smalti.cli.checkpoint import checkpoint
 from smalti.errors import UserError
+from smalti_export.command import export
 
 
 def make(run, step, *, elements=600, flags=(), **trainer):
@@ -76,7 +77,7 @@ def test_the_listing_marks_the_best_that_is_there(tmp_path):
 
 @pytest.mark.parametrize("step", ["1.5", "-1", "newest", ""])
 def test_a_step_that_is_none_is_refused(tmp_path, step):
-    refused = CliRunner().invoke(checkpoint, ["export", str(tmp_path), "--to=x", f"--step={step}"]).exception
+    refused = CliRunner().invoke(export, [str(tmp_path), "--to=x", f"--step={step}"]).exception
     assert (type(refused), "is not a step" in str(refused)) == (UserError, True)
 
 

@@ -83,7 +83,7 @@ def test_help_of_a_section_has_all_its_options_with_all_that_is_known_of_them(ou
     assert "lora_rank" not in text
 
 
-@pytest.mark.parametrize("words", [["--help", "lora_rank"], ["--help=lora_rank"], ["--seed=3", "-h", "LoRA-rank"]])
+@pytest.mark.parametrize("words", [["--help", "lora_dropout"], ["--help=lora_dropout"], ["--seed=3", "-h", "LoRA-dropout"]])
 def test_help_of_an_option_is_that_option(out, words):
     text = out("train", *words)
     assert (text.splitlines()[0], text.count("\n  --")) == ("LoRA:", 1)
