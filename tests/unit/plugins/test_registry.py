@@ -242,7 +242,7 @@ def test_the_lines_that_ranks_compare_name_active_plugins_only():
 
 def test_a_mistyped_name_of_a_plugin_of_the_project_is_shown_the_right_one_once():
     with pytest.raises(UserError, match=r"fix: did you mean plots\?$"):
-        load_plugins(Selection(without=("plot",)))
+        load_plugins(Selection(without=("plotts",)))
 
 
 def test_a_selected_plugin_brings_those_that_its_package_depends_on():

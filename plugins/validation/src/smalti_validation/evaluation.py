@@ -26,7 +26,7 @@ from smalti.diffusion import STEPS, Conditioning, SampleNoise
 from smalti.models import latents_of
 from smalti.plugins import notify_each
 from smalti.system import load_json
-from smalti.training import PeriodicWork, Run, attempt, computed, is_due, log_metrics, on_all_ranks, save
+from smalti.training import PeriodicWork, Run, attempt, computed, is_due, log_metrics, on_all_ranks
 from smalti_validation.eval_mode import eval_mode
 from smalti_validation.held_out import HeldOut, HeldOutImages
 from smalti_validation.history import Change, History, table_of
@@ -127,6 +127,8 @@ class Evaluation(PeriodicWork):
         if run.boundary.final:
             return
         if best and result.step not in (run.saved_step, run.saver.pending_step):
+            from smalti.training import save  # which a launcher that checks the run does not need
+
             save(run, last=False)
         if self._waited_enough(since):
             run.state.request_stop(StopReason.COMPLETED, _no_improvement(since, reference))
