@@ -351,29 +351,21 @@ def _on_nodes(*words: str, nodes: int, ranks: int, batch: int = 1) -> Work:
     return Work(words=(*FP32, *MATH, *words), nodes=nodes, ranks=ranks, batch=batch)
 
 
-def cluster(gpus: int) -> tuple[Check, ...]:
-    """On two nodes with this number of GPUs each; some need four nodes."""
-    two, hsdp = 2 * gpus, (*SHARDED, f"--fsdp_shard_size={gpus}")
-    full = (*SHARDED, f"--fsdp_shard_size={gpus}", "--fsdp_activation_checkpointing")
+def _hsdp(gpus: int) -> tuple[str, ...]:
+    """One replica per node."""
+    return (*SHARDED, f"--fsdp_shard_size={gpus}")
+
+
+def _steps_on_nodes(gpus: int) -> tuple[Check, ...]:
+    two, full = 2 * gpus, (*_hsdp(gpus), "--fsdp_activation_checkpointing")
     return (
-        Check(
-            name="nodes-nccl",
-            what="collective operations over all ranks: exact sums, bytes per second",
-            minutes=2,
-            measure="collectives",
-            gpus=gpus,
-            nodes=2,
-            work=Work(nodes=2, ranks=two),
-            bounds=(Bound(figure="wrong", most=0), Bound(figure="all_reduce", least=10, unit="GB/s")),
-            marks={"nccl_two_nodes": "all_reduce"},
-        ),
         Check(
             name="nodes-hsdp",
             what="HSDP with one replica per node, the same samples on all ranks: losses as of one rank",
             minutes=2,
             gpus=gpus,
             nodes=2,
-            work=_on_nodes(*hsdp, nodes=2, ranks=two),
+            work=_on_nodes(*_hsdp(gpus), nodes=2, ranks=two),
             reference=_on_nodes(nodes=1, ranks=1),
             bounds=SAME,
         ),
@@ -401,6 +393,24 @@ def cluster(gpus: int) -> tuple[Check, ...]:
             bounds=(Bound(figure="seconds_ratio", most=1.1, unit="times"),),
             marks={"scaling_two_nodes": "seconds_ratio"},
         ),
+    )
+
+
+def cluster(gpus: int) -> tuple[Check, ...]:
+    """On two nodes with this number of GPUs each; some need four nodes."""
+    return (
+        Check(
+            name="nodes-nccl",
+            what="collective operations over all ranks: exact sums, bytes per second",
+            minutes=2,
+            measure="collectives",
+            gpus=gpus,
+            nodes=2,
+            work=Work(nodes=2, ranks=2 * gpus),
+            bounds=(Bound(figure="wrong", most=0), Bound(figure="all_reduce", least=10, unit="GB/s")),
+            marks={"nccl_two_nodes": "all_reduce"},
+        ),
+        *_steps_on_nodes(gpus),
         Check(
             name="nodes-save",
             what="a checkpoint of all ranks on shared storage: it verifies, bytes per second",
@@ -431,7 +441,7 @@ def cluster(gpus: int) -> tuple[Check, ...]:
             gpus=gpus,
             nodes=-(-32 // gpus),
             memory=70,
-            work=_flux(*full, ranks=32, nodes=-(-32 // gpus), batch=8),
+            work=_flux(*_hsdp(gpus), "--fsdp_activation_checkpointing", ranks=32, nodes=-(-32 // gpus), batch=8),
             bounds=(Bound(figure="seconds", most=15, unit="s", device="H100"),),
             marks={"step_flux_32": "seconds"},
         ),

@@ -51,9 +51,9 @@ def traced(folder, name, split):
     model = wrap_model(config, plugins, plan, _kept["parallel"], family, model, blocks, seed=0).train()
     subject = FamilySubject(family)
     noisy = torch.randn(subject.latents.shape)
-    told = encode(family, subject.captions, [SIZE] * len(subject.captions), *subject.size)
+    conditioning = encode(family, subject.captions, [SIZE] * len(subject.captions), *subject.size)
     with torch.autocast("cpu", torch.bfloat16):
-        family.forward(model, noisy, torch.tensor([100.0, 500.0, 900.0]), told).square().mean().backward()
+        family.forward(model, noisy, torch.tensor([100.0, 500.0, 900.0]), conditioning).square().mean().backward()
     assert any(parameter.grad is not None for parameter in model.parameters())
     return counters["stats"]["unique_graphs"], dict(counters["graph_break"]), len(blocks)
 

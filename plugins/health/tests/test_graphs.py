@@ -55,9 +55,9 @@ def test_a_model_of_which_nothing_is_compiled_is_told_once(caplog):
     own(torch.ones(2))
     watch.look()
     watch.look()
-    [told] = warnings(caplog)
-    assert told.startswith("--dynamo_backend=inductor has compiled nothing in the first step")
-    assert "fix: TORCH_LOGS=graph_breaks" in told
+    [warning] = warnings(caplog)
+    assert warning.startswith("--dynamo_backend=inductor has compiled nothing in the first step")
+    assert "fix: TORCH_LOGS=graph_breaks" in warning
 
 
 def test_a_break_is_told_with_its_reason_once(caplog):
@@ -65,8 +65,8 @@ def test_a_break_is_told_with_its_reason_once(caplog):
     for length in (2, 3):
         compiled(broken)(torch.ones(length))
         watch.look()
-    [told] = warnings(caplog)
-    assert told.startswith("torch.compile has broken a block into several graphs: Skip calling `torch.compiler.disable()`d")
+    [warning] = warnings(caplog)
+    assert warning.startswith("torch.compile has broken a block into several graphs: Skip calling `torch.compiler.disable()`d")
 
 
 def test_shapes_that_are_not_compiled_any_more_are_told_once(caplog, monkeypatch):
@@ -76,8 +76,8 @@ def test_shapes_that_are_not_compiled_any_more_are_told_once(caplog, monkeypatch
     for length in (2, 3, 4):
         sine(torch.ones(length))
         watch.look()
-    [told] = warnings(caplog)
-    assert told.startswith("torch.compile has made as many graphs of a block as it may")
+    [warning] = warnings(caplog)
+    assert warning.startswith("torch.compile has made as many graphs of a block as it may")
 
 
 @pytest.mark.parametrize(("flags", "rank", "count"), [(COMPILING, 0, 1), (COMPILING, 1, 0), ([], 0, 0)])

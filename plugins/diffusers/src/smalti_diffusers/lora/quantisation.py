@@ -21,7 +21,7 @@ from smalti_diffusers.lora.eight_bits import EightBitLinear
 from smalti_diffusers.options import Precision
 
 _OFFERED: tuple[Precision, ...] = ("int8-torchao", "nf4-torchao", "int8-rowwise")
-"""What planners are told of: fp8 takes as much as int8, on fewer devices."""
+"""What plans offer: fp8 takes as much memory as int8, and fewer devices multiply in it."""
 _RESTORING: Mapping[Precision, tuple[int, int]] = {
     "int8-torchao": (6, 8),
     "fp8-torchao": (10, 8),
