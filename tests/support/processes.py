@@ -1,19 +1,26 @@
 """Questions and signals to processes that may end at any moment: one that has ended is no error."""
 
+import time
 from collections.abc import Iterable
 from contextlib import suppress
 
 import psutil
 
 
-def living(processes: Iterable[psutil.Process]) -> list[psutil.Process]:
-    """Those that have not ended. A zombie has."""
-    found = []
-    for each in processes:
-        with suppress(psutil.NoSuchProcess):
-            if each.is_running() and each.status() != psutil.STATUS_ZOMBIE:
-                found.append(each)
-    return found
+def living(processes: Iterable[psutil.Process], *, within: float = 0) -> list[psutil.Process]:
+    """Those that have not ended `within` seconds from now. A zombie has."""
+    deadline, left = time.monotonic() + within, list(processes)
+    while True:
+        left = [each for each in left if _lives(each)]
+        if not left or time.monotonic() >= deadline:
+            return left
+        time.sleep(0.02)
+
+
+def _lives(process: psutil.Process) -> bool:
+    with suppress(psutil.NoSuchProcess):
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    return False
 
 
 def lives(pid: int) -> bool:

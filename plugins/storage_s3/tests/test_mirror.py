@@ -13,7 +13,7 @@ from smalti import CheckpointError, UserError
 from smalti.checkpoint import RANKING, SUSPECT, CheckpointStore, verify
 from smalti.checkpoint.format.state_file import State
 from smalti.config import RunOptions
-from smalti.data import LocalStorage, Storage, StoredFile
+from smalti.data import LocalStorage, Storage, StorageError, StoredFile
 from smalti.errors import InUseError
 from smalti.rundir import RunDirectory, acquire
 from smalti_data.remote.checkpoints import RemoteRun
@@ -61,6 +61,20 @@ class FragileStorage(LocalStorage):
 
     def delete(self, key: str) -> None:
         self._operation(super().delete, key)
+
+
+class ForgetfulStorage(LocalStorage):
+    """A folder that loses the first file of each of so many uploads of a checkpoint, after it has accepted it."""
+
+    def __init__(self, root: Path, losses: int) -> None:
+        super().__init__(root)
+        self.losses = losses
+
+    def upload(self, path: Path, key: str) -> None:
+        super().upload(path, key)
+        if key.endswith("model/a.safetensors") and self.losses:
+            self.losses -= 1
+            self.delete(key)
 
 
 class PlainStorage(Storage):
@@ -383,6 +397,20 @@ def test_an_upload_that_was_believed_dead_cannot_mix_its_files_into_a_checkpoint
         late._send(files, entry.manifest, target)
     assert offered(place, tmp_path / "fresh") == 1
     assert (tmp_path / "fresh/checkpoints/step-00000001/model/a.safetensors").read_bytes() == OTHER
+
+
+@pytest.mark.parametrize("losses", [1, 2])
+def test_what_a_server_loses_after_it_was_accepted_is_sent_again(run, place, tmp_path, losses):
+    make(run.checkpoints, 1)
+    uploader(run, ForgetfulStorage(place, losses)).push_newest()
+    assert offered(place, tmp_path / "fresh") == 1
+
+
+def test_a_checkpoint_is_not_published_while_a_file_is_missing(run, place):
+    make(run.checkpoints, 1)
+    with pytest.raises(StorageError, match="is not there, and the store has accepted it 3 times"):
+        uploader(run, ForgetfulStorage(place, 9)).push_newest()
+    assert not RemoteRun(LocalStorage(place)).published()
 
 
 def test_a_checkpoint_that_is_rotated_away_during_its_upload_is_uploaded(run, place, tmp_path):

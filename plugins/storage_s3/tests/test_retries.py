@@ -9,6 +9,8 @@ import pytest
 
 from smalti.data import IntegrityError, MissingFileError, StorageError, TransientStorageError
 from smalti_storage_s3.client.attempts import Timeouts
+from smalti_storage_s3.client.listing import pages
+from smalti_storage_s3.client.transport import Page
 from smalti_testing import FaultProxy, Rule
 
 FAULTS = (
@@ -169,3 +171,11 @@ def test_a_read_that_was_cut_off_goes_on_where_it_was(behind):
     assert [each.operation for each in seen] == ["get", "range", "range", "range"]
     assert sum(each.sent for each in seen) < 7 << 20  # 10 MiB if it began again
     assert storage.traffic()["read"].retries == 3
+
+
+def test_a_page_of_a_listing_in_a_wrong_order_is_asked_for_again():
+    damaged, whole = (Page(keys=keys, sizes=[1, 1], etags=["", ""], more=False) for keys in (["b/1", "a/2"], ["b/1", "b/2"]))
+    answers = [damaged, whole]
+    assert [page.keys for page in pages(lambda *_: answers.pop(0), "b/", "", "s3://bucket")] == [["b/1", "b/2"]]
+    with pytest.raises(StorageError, match="the store lists 'a/2' after 'b/1'"):
+        list(pages(lambda *_: damaged, "b/", "", "s3://bucket"))

@@ -6,6 +6,7 @@ import heapq
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import pairwise
 from urllib.parse import unquote_plus
 from xml.etree import ElementTree
 
@@ -15,6 +16,8 @@ from smalti_storage_s3.client.transport import Page
 _NAMESPACE = re.compile(rb' xmlns="[^"]*"')
 _BY_FOLDER = ("SeaweedFS",)
 """Stores that sort a folder by its name without the slash, so that "a/x" comes before "a-b"."""
+_TRIES = 3
+"""How often a page is asked for that comes in a wrong order."""
 
 ListPage = Callable[[str, str, str, str], Page]
 """(prefix, after, delimiter, token of the page before) -> up to 1,000 keys."""
@@ -48,21 +51,27 @@ def parse_page(body: bytes, server: str = "") -> Page | None:
 
 def pages(list_page: ListPage, prefix: str, after: str, place: str) -> Iterator[Page]:
     """All objects below a prefix, after a key, sorted by key, without those that only mark a folder ("a/")."""
-    first = list_page(prefix, after, "", "")
-    if first.by_folder:
+    page = _sorted_page(list_page, prefix, after, place)
+    if page.by_folder:
         # In its order, "after" is another place than in ours.
         yield from _in_key_order(list_page, prefix, after)
         return
-    page, last = first, after
     while True:
-        for key in page.keys:
-            if key <= last:
-                raise StorageError(f"{place}: the store lists {key!r} after {last!r}", fix="use a store that sorts by key")
-            last = key
         yield _without_markers(page)
         if not page.more or not page.keys:
             return
-        page = list_page(prefix, last, "", "")
+        page = _sorted_page(list_page, prefix, page.keys[-1], place)
+
+
+def _sorted_page(list_page: ListPage, prefix: str, after: str, place: str) -> Page:
+    """One page. Listings have no digest: one whose order shows that it was damaged on the way is asked for again."""
+    for _ in range(_TRIES):
+        page = list_page(prefix, after, "", "")
+        wrong = [(key, last) for last, key in pairwise((after, *page.keys)) if key <= last]
+        if page.by_folder or not wrong:
+            return page
+    key, last = wrong[0]
+    raise StorageError(f"{place}: the store lists {key!r} after {last!r}", fix="use a store that sorts by key")
 
 
 def _without_markers(page: Page) -> Page:

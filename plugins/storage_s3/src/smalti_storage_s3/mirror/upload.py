@@ -41,7 +41,7 @@ from smalti.checkpoint import (
     read_manifest,
     verify,
 )
-from smalti.data import Storage
+from smalti.data import Storage, StorageError
 from smalti.rundir import RunDirectory
 from smalti_data.remote.checkpoints import UNUSABLE, RemoteCheckpoint, RemoteRun
 from smalti_data.remote.downloads import TRANSFERS
@@ -57,6 +57,8 @@ RUN_FILES = (
 CLAIM = ".claim.json"
 KEPT_FILES = "data/trained/*/*.arrow"
 """The indexes with which checkpoints were trained. They do not change once they are written."""
+_SENDS = 3
+"""How often a file is sent that the store accepts and then does not list."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,15 +157,30 @@ class Uploader:
             revision += 1
 
     def _send(self, path: Path, manifest: Manifest, target: RemoteCheckpoint) -> int:
-        """Send the files that are not there. Those that are have these contents, because the directory is claimed for them."""
-        missing = [name for name, record in manifest.files.items() if target.sizes.get(name) != record.size]
+        """Send the files that are not there. Those that are have these contents, because the directory is claimed for them.
+
+        They are listed afterwards: a server that was killed may have lost what it had acknowledged, and that is sent again.
+        """
 
         def send(name: str) -> int:
             self.storage.upload(path / name, target.prefix + name)
             return manifest.files[name].size
 
-        with ThreadPoolExecutor(TRANSFERS, "smalti-mirror") as pool:
-            return sum(pool.map(send, sorted(missing)))
+        sizes, sent = target.sizes, 0
+        for _ in range(_SENDS):
+            missing = [name for name, record in manifest.files.items() if sizes.get(name) != record.size]
+            if not missing:
+                return sent
+            with ThreadPoolExecutor(TRANSFERS, "smalti-mirror") as pool:
+                sent += sum(pool.map(send, sorted(missing)))
+            sizes = {stored.key.removeprefix(target.prefix): stored.size for stored in self.storage.list(target.prefix)}
+        lost = [name for name, record in manifest.files.items() if sizes.get(name) != record.size]
+        if lost:
+            raise StorageError(
+                f"{self.storage.location}/{target.prefix}{lost[0]} is not there, and the store has accepted it {_SENDS} times",
+                fix="look for the cause on the server; the next upload sends it again",
+            )
+        return sent
 
     def _send_run_files(self) -> None:
         """Send what describes the run, and the indexes of its data that are not there yet."""
