@@ -106,6 +106,18 @@ def test_faults_that_pass_change_nothing(behind, large, operation):
     assert missed(proxy, operation, faults, lambda: operate(operation, storage, direct, large)) == []
 
 
+@pytest.mark.parametrize("fault", ["cut", "cut_reset", "stall"])
+def test_the_body_of_an_error_may_be_cut_off_as_well(behind, fault):
+    faulty, proxy, _ = behind
+    proxy.clear()
+    proxy.add(Rule(fault=fault, operations={"get"}, count=2, seconds=1))
+    before = len(proxy.injected)
+    with pytest.raises(MissingFileError):
+        faulty(timeouts=SHORT).read("absent")
+    assert len(proxy.injected) > before
+    proxy.clear()
+
+
 @pytest.mark.parametrize("operation", IN_PARTS)
 def test_faults_that_pass_change_nothing_in_an_upload_in_parts(store, opened, large, operation):
     direct = opened(store, aws_data_prefix=f"parts-{operation}/")

@@ -227,9 +227,12 @@ def _faults(*, changed: bool = False) -> Iterator[None]:
     """Turns what boto3 raises into Faults. `changed`: a failed precondition means that the object is another one."""
     from botocore import exceptions as boto
     from botocore.parsers import ResponseParserError
+    from urllib3.exceptions import HTTPError
 
     try:
         yield
+    except HTTPError as error:  # the body of an error is cut off, and boto3 read it for an answer that it would have streamed
+        raise Fault(Kind.TRANSIENT, type(error).__name__) from None
     except ResponseParserError:
         raise Fault(Kind.STRANGE, "NoS3", detail="the answer is not one of S3") from None
     except boto.ClientError as error:
