@@ -101,7 +101,14 @@ CARRIED = [
 ]
 
 
-@pytest.mark.parametrize(("name", "kind", "format"), CARRIED)
+KEPT = [
+    *(("sdxl", kind, "comfyui") for kind in KINDS),
+    *(("sdxl", kind, "kohya") for kind in ("dora", "lokr")),
+    *(("flux", "lokr full", "comfyui"), ("flux", "dora", "kohya"), ("qwen_image", "lokr", "kohya")),
+]
+
+
+@pytest.mark.parametrize(("name", "kind", "format"), some(CARRIED, *KEPT))
 def test_readers_change_each_weight_as_the_run_did(adapter, tmp_path, name, kind, format):
     made = adapter(name, kind)
     file = tensors(made.export(tmp_path / "style", format=format))
