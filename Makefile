@@ -1,4 +1,4 @@
-# make demo · make demo-flux · make quick · make test · make test-cuda-wheel · make test-gpu-day · make check · make fix · make docs
+# make demo · make demo-flux · make quick · make test · make test-whole · make test-cuda-wheel · make test-gpu-day · make check · make fix · make docs
 # make torture · make bench · make gpu-day · make dist · make version VERSION=0.3.0 · make clean
 
 PYTHON ?= python3.11
@@ -18,7 +18,7 @@ TEST_ENV := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= HF_HOME="$(CURDIR)/$(VENV
 	CPATH="$(LIBAIO)/include$${CPATH:+:$$CPATH}" LIBRARY_PATH="$(LIBAIO)/lib$${LIBRARY_PATH:+:$$LIBRARY_PATH}" \
 	LD_LIBRARY_PATH="$(LIBAIO)/lib$${LD_LIBRARY_PATH:+:$$LD_LIBRARY_PATH}"
 
-.PHONY: demo demo-flux quick test test-cuda-wheel test-gpu-day check lint fix docs torture bench gpu-day dist version clean
+.PHONY: demo demo-flux quick test test-whole test-cuda-wheel test-gpu-day check lint fix docs torture bench gpu-day dist version clean
 
 demo: $(VENV)/demo.done
 	$(BIN)/python examples/emoji/prepare.py demo/faces
@@ -40,7 +40,9 @@ demo-flux: $(VENV)/demo-flux.done
 quick: $(VENV)/dev.done
 	$(TEST_ENV) PYTHONPATH=tests $(BIN)/python tests/quick.py
 
-test: $(VENV)/dev.done $(VENV)/compiled.done
+# Of many cases for one promise, those that take each way through the code once; test-whole runs all (tests/support/whole.py).
+test-whole: export SMALTI_TEST := whole
+test test-whole: $(VENV)/dev.done $(VENV)/compiled.done
 	$(TEST_ENV) $(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder --maxfail=10 --durations=20 $(ARGS)
 
 # What needs CUDA's parts of torch, on builds for CUDA as pip installs them for users; no GPU, but 6 GB for each version.
@@ -48,7 +50,7 @@ CUDA_TORCH ?= 2.13.0 2.15.0
 test-cuda-wheel: $(CUDA_TORCH:%=test-cuda-wheel-%)
 
 test-cuda-wheel-%: .venv-cuda/%/done
-	$(subst /$(VENV)/,/.venv-cuda/$*/,$(TEST_ENV)) .venv-cuda/$*/bin/python -m pytest -n 2 --dist loadfile --durations=20 \
+	SMALTI_TEST=whole $(subst /$(VENV)/,/.venv-cuda/$*/,$(TEST_ENV)) .venv-cuda/$*/bin/python -m pytest -n 2 --dist loadfile --durations=20 \
 		tests/accelerators plugins/plan/tests --ignore=plugins/plan/tests/planning $(ARGS)
 
 # A local version such as 2.13.0+cpu does not equal 2.13.0 with three signs.
@@ -63,7 +65,7 @@ check: lint
 
 # Every check of `make gpu-day`, on CPUs, with the fault that is planted for it; and the hour on a cluster, where there is SLURM.
 test-gpu-day: $(VENV)/dev.done $(VENV)/compiled.done
-	SMALTI_TEST_GPU_DAY=whole $(TEST_ENV) $(BIN)/python -m pytest tests/bench/test_gpu_day.py tests/bench/test_cluster_day.py $(ARGS)
+	SMALTI_TEST=whole $(TEST_ENV) $(BIN)/python -m pytest tests/bench/test_gpu_day.py tests/bench/test_cluster_day.py $(ARGS)
 
 # What of the checks is no test: `make test` runs those of tests/meta too.
 lint: $(VENV)/dev.done

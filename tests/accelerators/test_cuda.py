@@ -5,6 +5,7 @@ import json
 import pytest
 
 from accelerators.orderly import Orderly
+from support.whole import some
 
 RUNS = {
     "single": {"rank": 0, "ranks": 1},
@@ -54,7 +55,9 @@ WAITS = {
 }
 
 
-every_run = pytest.mark.parametrize("seen", RUNS, indirect=True)
+KEPT = ("single", "fsdp2", "offload", "hsdp", "average on the host", "fsdp2, 8 bits", "zero1", "zero3")
+"""Each strategy and place of the average; and an optimizer with state of its own, which asks the host whether to step."""
+every_run = pytest.mark.parametrize("seen", some(RUNS, *KEPT), indirect=True)
 trained = pytest.mark.parametrize("seen", ["single", "fsdp2", "hsdp"], indirect=True)
 """Runs whose saves copy the live tensors; ZeRO's ranks have exchanged theirs in host memory before."""
 

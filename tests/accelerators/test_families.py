@@ -3,6 +3,7 @@
 import pytest
 
 from accelerators.orderly import Orderly
+from support.whole import some
 
 OTHERS = ("sd3", "flux2", "pixart", "sana", "auraflow", "lumina2", "qwen_image", "z_image")
 RUNS = {
@@ -13,7 +14,8 @@ RUNS = {
 }
 
 
-every_run = pytest.mark.parametrize("seen", RUNS, indirect=True)
+every_run = pytest.mark.parametrize("seen", some(RUNS, "sdxl", "flux adapter", "flux context", "qwen_image"), indirect=True)
+"""A U-Net and transformers; sharded, an adapter, sequences in parallel, and a mask of captions on one device."""
 
 
 @every_run

@@ -17,6 +17,7 @@ from accelerate.state import AcceleratorState
 from smalti.parallel import native_bf16
 from support.forked_ranks import forked_processes
 from support.nodes import forked_commands
+from support.whole import some
 
 BENCH = Path(__file__).parents[2] / "bench"
 
@@ -47,6 +48,8 @@ OF_THIS_MACHINE = {
 """Results of steps in the precision that smalti chooses here, by a part of their names."""
 
 
+LIGHT = ("step", "sdxl", "save", "zero", "headers", "data_s3", "health", "web", "web_events")
+"""Of each kind: on ranks, on a server, with runs that it launches, and with pages."""
 LAUNCHING = ("first_step", "save", "detect")
 """They start `python -m smalti`, here as a fork of their process."""
 
@@ -82,7 +85,7 @@ def measured(case: str) -> list[dict[str, object]]:
     return [json.loads(line) for line in output.getvalue().splitlines() if line.startswith("{")]
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", some(CASES, *LIGHT))
 def test_a_case_runs(request, case):
     if case in ON_A_SERVER and shutil.which("weed", path=str(Path(sys.executable).parent)) is None:
         pytest.skip("needs SeaweedFS")

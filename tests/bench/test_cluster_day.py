@@ -1,7 +1,6 @@
 """The hour on a cluster, rehearsed under a real SLURM: two nodes on this machine, with two ranks each."""
 
 import json
-import os
 import re
 import shutil
 import sys
@@ -14,6 +13,7 @@ from forked_day import BENCH, PATHS
 
 from support.nodes import Cluster
 from support.slurm import Slurm, slurm_forbidden
+from support.whole import WHOLE
 
 CHECKS = ("nodes-nccl", "nodes-hsdp", "nodes-save", "nodes-elastic")
 """Those of memory and scaling take minutes here, and do what that of HSDP does."""
@@ -23,7 +23,7 @@ ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
     """What the report of a job says of each check; and the folder of the job."""
-    if os.environ.get("SMALTI_TEST_GPU_DAY") != "whole":
+    if not WHOLE:
         pytest.skip("takes minutes: make test-gpu-day")
     if reason := slurm_forbidden():
         pytest.skip(reason)

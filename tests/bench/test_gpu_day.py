@@ -14,6 +14,7 @@ import forked_day
 
 from smalti_testing.nvml import VARIABLE, FakeNvml
 from support.forked_ranks import forked_processes
+from support.whole import WHOLE, some
 
 HERE = Path(__file__).parent
 
@@ -54,9 +55,8 @@ FAULTS = {
     "correct-sd3": ("exit", ""),  # whose process ends
 }
 """What `smalti_spoiler` does to each check, and the figure that tells; of all others the weights are wrong."""
-WHOLE = os.environ.get("SMALTI_TEST_GPU_DAY") == "whole"
-"""`make test-gpu-day` rehearses every check; it takes minutes. Otherwise some of each kind are."""
 LIGHT = ("health", "correct-sdxl", "saves", "nccl")
+"""Some of each kind: all checks take minutes."""
 SOME = (*LIGHT, "resume", "compile-sdxl", "bare-sdxl", "sharded-one", "lost-rank") if WHOLE else LIGHT
 
 
@@ -82,7 +82,7 @@ def day(process, tmp_path_factory):
     return run
 
 
-@pytest.mark.parametrize("name", [check.name for check in POSSIBLE] if WHOLE else LIGHT)
+@pytest.mark.parametrize("name", some([check.name for check in POSSIBLE], *LIGHT))
 def test_a_planted_fault_is_reported(day, name):
     kind, figure = FAULTS.get(name, ("loss", "loss_difference"))
     code, output, results = day("--only", name, spoil=f"{name}={kind}", gpu="recovery.0 1")

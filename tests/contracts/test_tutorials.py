@@ -6,8 +6,10 @@ import pytest
 import tiny
 
 from support import pages
+from support.whole import WHOLE
 
 TUTORIALS = sorted(path.stem for path in (pages.DOCS / "tutorials").glob("*.md"))
+EXECUTED = TUTORIALS if WHOLE else ["photos-to-a-lora"]
 
 
 def blocks(tutorial: str) -> list[pages.Block]:
@@ -20,14 +22,14 @@ def blocks(tutorial: str) -> list[pages.Block]:
 def follow(tmp_path_factory):
     """Type a tutorial, once; the commands with what came of them.
 
-    Those of the longest are executed as a reader's are, those of the others forked.
+    Those of the shortest, or of all, are executed as a reader's are; those of the others forked.
     """
     done: dict[str, list[pages.Typed]] = {}
 
     def follow(tutorial: str) -> list[pages.Typed]:
         if tutorial not in done:
             folder, account = tmp_path_factory.mktemp(tutorial), tmp_path_factory.mktemp("account")
-            environment = pages.account(account, forked=tutorial != "your-own-architecture")
+            environment = pages.account(account, forked=tutorial not in EXECUTED)
             pages.photos(folder / "photos")
             if tutorial == "eight-gpus":
                 shutil.copytree(pages.DOCS.parent / "examples", folder / "examples", ignore=shutil.ignore_patterns("emoji*"))

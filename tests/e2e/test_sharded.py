@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from smalti.checkpoint.format.safetensors_reader import TensorFiles
+from support.whole import some
 
 SHARDED = {"fsdp_enable": True, "use_ema": True, "allow_dataset_oversubscription": True, "max_grad_norm": 0.05}
 OPTIONS = {
@@ -20,62 +21,55 @@ ON_CPU = {"SMALTI_CONTEXT_PARALLEL_ON_CPU": "1"}
 PROMPTS = [f"circle number {number}" for number in range(5)]
 
 
+SEVERAL = {"num_processes": 2, "use_cpu": True}
+RUNS = {
+    "one": {"fsdp_enable": False, "train_batch_size": 12, "validation_prompt": PROMPTS},
+    "alone": {"train_batch_size": 12, "validation_prompt": PROMPTS},
+    "two": {**SEVERAL, "train_batch_size": 6, "validation_prompt": PROMPTS[:3]},
+    "four": {**SEVERAL, "num_processes": 4, "train_batch_size": 3, "validation_prompt": PROMPTS[:1]},
+    "accumulated": {
+        **SEVERAL,
+        "train_batch_size": 3,
+        "gradient_accumulation_steps": 2,
+        "check_before_step": False,  # but read results while the next step computes, as on accelerators
+        "fsdp_reshard_after_forward": False,
+        "fsdp_activation_checkpointing": True,
+        "validation_prompt": PROMPTS,
+    },
+    "compiled": {
+        **SEVERAL,
+        "train_batch_size": 6,
+        "dynamo_backend": "aot_eager",
+        "fsdp_activation_checkpointing": True,
+        "fsdp_activation_checkpointing_mode": "selective",
+        "validation_prompt": PROMPTS[:1],
+    },
+    "shared": {
+        **SEVERAL,
+        "variables": ON_CPU,
+        "train_batch_size": 12,
+        "context_parallel_size": 2,
+        "validation_prompt": PROMPTS,
+    },
+    "two by two": {
+        **SEVERAL,
+        "num_processes": 4,
+        "variables": ON_CPU,
+        "train_batch_size": 6,
+        "context_parallel_size": 2,
+        "context_parallel_comm_strategy": "alltoall",
+        "fsdp_activation_checkpointing": True,
+        "validation_prompt": PROMPTS,
+    },
+}
+"""Twelve pictures a step, clipped, by one process and by sharded ones; with five, three, one and five prompts."""
+KINDS = some([kind for kind in RUNS if kind != "one"], "two", "accumulated", "compiled", "shared", "two by two")
+
+
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory, train):
-    """Twelve pictures a step, clipped, by one process and by sharded ones; with five, three, one and five prompts."""
     root = tmp_path_factory.mktemp("sharded")
-    several = {"num_processes": 2, "use_cpu": True}
-    return {
-        "one": train(root / "one", **OPTIONS | {"fsdp_enable": False}, train_batch_size=12, validation_prompt=PROMPTS),
-        "alone": train(root / "alone", **OPTIONS, train_batch_size=12, validation_prompt=PROMPTS),
-        "two": train(root / "two", **OPTIONS, **several, train_batch_size=6, validation_prompt=PROMPTS[:3]),
-        "four": train(
-            root / "four", **OPTIONS | several | {"num_processes": 4}, train_batch_size=3, validation_prompt=PROMPTS[:1]
-        ),
-        "accumulated": train(
-            root / "accumulated",
-            **OPTIONS,
-            **several,
-            train_batch_size=3,
-            gradient_accumulation_steps=2,
-            check_before_step=False,  # but read results while the next step computes, as on accelerators
-            fsdp_reshard_after_forward=False,
-            fsdp_activation_checkpointing=True,
-            validation_prompt=PROMPTS,
-        ),
-        "compiled": train(
-            root / "compiled",
-            **OPTIONS,
-            **several,
-            train_batch_size=6,
-            dynamo_backend="aot_eager",
-            fsdp_activation_checkpointing=True,
-            fsdp_activation_checkpointing_mode="selective",
-            validation_prompt=PROMPTS[:1],
-        ),
-        "shared": train(
-            root / "shared",
-            **OPTIONS,
-            **several,
-            variables=ON_CPU,
-            train_batch_size=12,
-            context_parallel_size=2,
-            validation_prompt=PROMPTS,
-        ),
-        "two by two": train(
-            root / "two-by-two",
-            **OPTIONS | several | {"num_processes": 4},
-            variables=ON_CPU,
-            train_batch_size=6,
-            context_parallel_size=2,
-            context_parallel_comm_strategy="alltoall",
-            fsdp_activation_checkpointing=True,
-            validation_prompt=PROMPTS,
-        ),
-    }
-
-
-KINDS = ["alone", "two", "four", "accumulated", "compiled", "shared", "two by two"]
+    return {kind: train(root / kind.replace(" ", "-"), **OPTIONS | RUNS[kind]) for kind in ("one", *KINDS)}
 
 
 @pytest.mark.parametrize("kind", KINDS)

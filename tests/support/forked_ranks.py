@@ -20,6 +20,7 @@ from collections.abc import Mapping, Sequence
 from functools import cache
 from importlib import import_module, invalidate_caches
 from pathlib import Path
+from typing import ClassVar
 
 import psutil
 
@@ -98,11 +99,14 @@ class Pair:
 
 
 class ForkedContract(ParallelContract):
-    """The contract of strategies, checked on such ranks."""
+    """The contract of strategies, checked on such ranks. `imports`: more modules that are imported once for all."""
+
+    imports: ClassVar[tuple[str, ...]] = ()
 
     @classmethod
     def setup_class(cls) -> None:
-        cls._processes = forked_processes(ranks=cls.ranks, group=False, seconds=max(cls.seconds, PATIENCE))
+        seconds = max(cls.seconds, PATIENCE)
+        cls._processes = forked_processes(ranks=cls.ranks, group=False, seconds=seconds, imports=cls.imports)
 
 
 class Child:

@@ -11,6 +11,7 @@ from test_init_lora import started
 
 from smalti_diffusers.lora.formats import kohya_name, original_layers
 from support.commands import commands
+from support.whole import some
 
 
 @pytest.fixture(scope="module")
@@ -41,8 +42,15 @@ def file_of(folder):
     return file
 
 
-@pytest.mark.parametrize(("start", "format"), [("diffusers", "kohya"), ("kohya", "peft"), ("peft", "comfyui")])
-@pytest.mark.parametrize("kind", ["lora", "lokr", "loha"])
+CONVERTED = [
+    (kind, start, format)
+    for kind in ("lora", "lokr", "loha")
+    for start, format in (("diffusers", "kohya"), ("kohya", "peft"), ("peft", "comfyui"))
+]
+KEPT = (("lora", "diffusers", "kohya"), ("lora", "peft", "comfyui"), ("lokr", "kohya", "peft"), ("loha", "peft", "comfyui"))
+
+
+@pytest.mark.parametrize(("kind", "start", "format"), some(CONVERTED, *KEPT))
 def test_a_converted_file_changes_the_weights_as_before(adapter_command, made, tmp_path, kind, start, format):
     start = "peft" if kind != "lora" and start == "diffusers" else start
     file = file_of(made[kind].export(tmp_path / "style", format=start))

@@ -18,6 +18,7 @@ from smalti.parallel.state import PortableState
 from smalti_diffusers.lora.formats import TOOLS, kohya_name, original_layers, write_adapter
 from smalti_export.folder import NewExport, TrainedWeights
 from smalti_testing.strategies import SingleRank
+from support.whole import some
 
 LOADED_BY_DIFFUSERS = [
     *((name, "diffusers") for name in FAMILIES if TOOLS[name].diffusers),
@@ -25,9 +26,13 @@ LOADED_BY_DIFFUSERS = [
     *((name, "kohya") for name in ("sdxl", "flux2", "qwen_image", "z_image")),
     ("sdxl", "comfyui"),
 ]
+LOADED = [
+    *(("flux", "diffusers"), ("sana", "diffusers"), ("flux", "comfyui"), ("flux2", "kohya"), ("qwen_image", "kohya")),
+    *(("sdxl", format) for format in ("diffusers", "kohya", "comfyui")),
+]
 
 
-@pytest.mark.parametrize(("name", "format"), LOADED_BY_DIFFUSERS)
+@pytest.mark.parametrize(("name", "format"), some(LOADED_BY_DIFFUSERS, *LOADED))
 def test_load_lora_weights_reads_the_file_with_the_strength_of_the_run(adapter, tmp_path, name, format):
     made = adapter(name)
     expected = made.predict(made.model)

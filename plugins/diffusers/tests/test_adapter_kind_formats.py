@@ -13,6 +13,7 @@ from smalti_diffusers.lora.formats import kohya_name, original_layers
 from smalti_diffusers.lora.header import AdapterHeader
 from smalti_diffusers.lora.kinds import changed, parted
 from smalti_diffusers.lora.shapes import factorised
+from support.whole import some
 
 CONVOLUTIONS = "--lora_targets=to_q,to_k,conv1,proj_in,ff.net.2"
 KINDS = {
@@ -100,7 +101,14 @@ CARRIED = [
 ]
 
 
-@pytest.mark.parametrize(("name", "kind", "format"), CARRIED)
+KEPT = [
+    *(("sdxl", kind, "comfyui") for kind in KINDS),
+    *(("sdxl", kind, "kohya") for kind in ("dora", "lokr")),
+    *(("flux", "lokr full", "comfyui"), ("flux", "dora", "kohya"), ("qwen_image", "lokr", "kohya")),
+]
+
+
+@pytest.mark.parametrize(("name", "kind", "format"), some(CARRIED, *KEPT))
 def test_readers_change_each_weight_as_the_run_did(adapter, tmp_path, name, kind, format):
     made = adapter(name, kind)
     file = tensors(made.export(tmp_path / "style", format=format))
@@ -130,7 +138,9 @@ DIFFUSERS = [
 ]
 
 
-@pytest.mark.parametrize(("name", "kind"), DIFFUSERS)
+@pytest.mark.parametrize(
+    ("name", "kind"), some(DIFFUSERS, ("flux2", "lokr full"), ("z_image", "lokr"), ("flux", "dora"), ("sdxl", "dora"))
+)
 def test_load_lora_weights_reads_them(adapter, tmp_path, name, kind):
     made = adapter(name, kind)
     pipeline = DiffusionPipeline.from_pretrained(made.base)
@@ -139,7 +149,7 @@ def test_load_lora_weights_reads_them(adapter, tmp_path, name, kind):
     torch.testing.assert_close(found, made.predict(made.model), atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", some(KINDS, "rslora", "dora", "lokr", "loha"))
 def test_peft_reads_them(adapter, tmp_path, kind):
     from peft import PeftModel
 
@@ -149,15 +159,18 @@ def test_peft_reads_them(adapter, tmp_path, kind):
     torch.testing.assert_close(made.predict(loaded.base_model.model), made.predict(made.model), atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", some(KINDS, "rslora", "dora", "lokr", "loha"))
 def test_the_merged_pipeline_predicts_as_the_model_with_the_adapter(adapter, tmp_path, kind):
     made = adapter("sdxl", kind)
     merged = DiffusionPipeline.from_pretrained(made.export(tmp_path / "whole", merge=True)).components["unet"]
     torch.testing.assert_close(made.predict(merged), made.predict(made.model), atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("format", ["comfyui", "kohya", "peft"])
-@pytest.mark.parametrize("kind", KINDS)
+STARTS = [(kind, format) for kind in KINDS for format in ("comfyui", "kohya", "peft")]
+EACH = [*zip(KINDS, ("comfyui", "kohya", "peft", "comfyui", "peft", "kohya"), strict=True)]
+
+
+@pytest.mark.parametrize(("kind", "format"), some(STARTS, *EACH))
 def test_a_run_starts_with_them(adapter, tmp_path, kind, format):
     made = adapter("sdxl", kind)
     own = [flag for flag in KINDS[kind] if "pattern" in flag]

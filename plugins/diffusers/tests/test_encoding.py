@@ -28,6 +28,7 @@ from smalti.types import World
 from smalti_diffusers.families.flux import Flux
 from smalti_diffusers.options import DiffusersOptions
 from smalti_diffusers.sources.components import Components
+from support.whole import some
 
 FAMILIES = ("flux", "flux2", "sdxl", "sana", "qwen_image")
 PROMPTS = ("a red fox", "colour 1")
@@ -46,7 +47,7 @@ def photographs(tmp_path_factory):
     return folder
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=some(FAMILIES, "flux", "sdxl"))
 def subject(request, tmp_path_factory, photographs):
     """A run of a family as far as data go, and a model."""
     root = tmp_path_factory.mktemp("encoding")

@@ -29,6 +29,7 @@ from smalti_diffusers.options import DiffusersOptions
 from smalti_diffusers.pipeline import PipelineFamily
 from smalti_diffusers.sources.components import Components
 from smalti_testing.pytest import FamilyContract
+from support.whole import some
 
 # Of which captions the calls of one step tell, where they are not one call that tells of empty ones first.
 CALLS = {
@@ -51,7 +52,11 @@ UNGUIDED = {
 }
 
 
-@pytest.fixture(scope="module", params=MAKERS)
+VARIANTS = ("flux schnell", "flux2 klein distilled", "sd3.5")
+"""Other settings of a family that is drawn with all the same."""
+
+
+@pytest.fixture(scope="module", params=some(MAKERS, *(kind for kind in MAKERS if kind not in VARIANTS)))
 def drawn(request, family_of):
     """A family, its model, and what its pipeline calls that model with while it draws two pictures in two steps."""
     family = family_of(request.param, f"--flux_guidance_value={GUIDANCE}")

@@ -22,6 +22,7 @@ from smalti.plugins import choose_distributed
 from smalti_diffusers.flavours import FLAVOURS, GATED
 from smalti_plan import counted
 from support.images import images_in
+from support.whole import some
 
 CARDS = ("24GB", "rtx5090", "h100-80g")
 
@@ -67,7 +68,7 @@ def within(answer):
     return size["most"] <= size["device"] == answer["device"]["memory"]
 
 
-@pytest.mark.parametrize("family", FLAVOURS)
+@pytest.mark.parametrize("family", some(FLAVOURS, "sdxl", "flux"))
 def test_a_lora_of_each_family_fits_cards_of_24_gb_and_more(family):
     for card in CARDS:
         for gpus in (1, 2):

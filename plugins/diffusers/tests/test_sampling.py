@@ -7,6 +7,7 @@ from test_validation_images import model_of, of_pipeline, sampled
 
 from smalti import UserError
 from smalti_diffusers.sampling import scheduler_in_place
+from support.whole import some
 
 SIGMAS = ["lumina2", "qwen image", "z image"]
 """Kinds whose pipelines compute the noise levels themselves."""
@@ -14,6 +15,10 @@ SOLVERS = [
     *((kind, name) for kind in ("flux", "flux2 klein", "sd3", "sana", "auraflow") for name in ("euler", "unipc", "dpm++")),
     *((kind, name) for kind in SIGMAS for name in ("euler", "unipc")),
     *((kind, name) for kind in ("sdxl", "pixart sigma") for name in ("ddim", "euler", "heun", "unipc", "dpm++")),
+]
+KEPT = [
+    *(("flux", "euler"), ("sd3", "unipc"), ("sana", "dpm++"), ("qwen image", "euler"), ("z image", "unipc")),
+    *(("sdxl", name) for name in ("ddim", "euler", "heun", "unipc", "dpm++")),
 ]
 ONE = {"prompts": ["a red fox"], "seeds": (1,), "guidance": 2.0, "width": 64, "height": 64}
 
@@ -33,7 +38,7 @@ def solved(family_of):
     return give
 
 
-@pytest.mark.parametrize(("kind", "name"), SOLVERS)
+@pytest.mark.parametrize(("kind", "name"), some(SOLVERS, *KEPT))
 def test_every_scheduler_solves_the_equation_of_the_model(family_of, solved, kind, name):
     model, expected, times = solved(kind)
     family = family_of(kind, f"--validation_noise_scheduler={name}")

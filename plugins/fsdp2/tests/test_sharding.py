@@ -325,5 +325,7 @@ def wait_alone() -> str:
 
 
 def test_groups_of_a_mesh_have_the_time_out_that_is_given():
-    with two_processes() as pair:
+    from support.forked_ranks import forked_processes  # which the ranks of other tests do not find
+
+    with forked_processes() as pair:
         assert "imed out" in pair.run(wait_alone)[0]

@@ -56,9 +56,9 @@ def test_every_check_of_optimizers_has_a_fault_that_it_finds():
     assert set(OPTIMIZERS.values()) == set(OPTIMIZER.checks)
 
 
-def test_the_optimizer_that_the_faults_are_put_into_has_none(faulty, tmp_path):
-    """Which starts its two ranks itself, as in the tests of a plugin's author."""
-    OPTIMIZER.run_all(OptimizerSubject("faulty_optimizers", "sound", folder=tmp_path))
+def test_the_optimizer_that_the_faults_are_put_into_has_none(faulty, ranks, tmp_path):
+    """How the contract starts ranks itself: the optimizer of tests/e2e/test_plugin_new.py, whose own tests run there."""
+    OPTIMIZER.run_all(OptimizerSubject("faulty_optimizers", "sound", folder=tmp_path, ranks=ranks))
 
 
 COMMANDS = {

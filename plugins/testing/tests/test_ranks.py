@@ -53,28 +53,26 @@ def environment(name):
     return os.environ[name]
 
 
+def forked(seconds):
+    from support.forked_ranks import forked_processes  # which the processes that import this file do not find
+
+    return forked_processes(seconds=seconds)
+
+
 @pytest.fixture(scope="module")
 def pair():
+    """Started again after each failure, and so forked; all else is what `two_processes` does."""
+    with forked(seconds=20) as processes:
+        yield processes
+
+
+def test_every_rank_answers_in_order_from_processes_of_which_none_is_left_when_they_are_closed():
     with two_processes(seconds=20) as processes:
-        yield processes
-
-
-@pytest.fixture(scope="module")
-def hasty():
-    with two_processes(seconds=2) as processes:
-        yield processes
-
-
-def test_every_rank_answers_in_order(pair):
-    assert pair.run(environment, "RANK") == ["0", "1"]
-
-
-def test_ranks_talk_to_each_other(pair):
-    assert pair.run(add_over_ranks, 3) == [7.0, 7.0]
-
-
-def test_the_processes_are_started_once_for_many_functions(pair):
-    assert pair.run(process_id) == pair.run(process_id)
+        assert processes.run(environment, "RANK") == ["0", "1"]
+        assert processes.run(add_over_ranks, 3) == [7.0, 7.0]
+        numbers = processes.run(process_id)
+        assert processes.run(process_id) == numbers, "started once for many functions"
+    assert not any(psutil.pid_exists(number) for number in numbers)
 
 
 def test_a_failure_names_the_rank_and_has_its_traceback(pair):
@@ -92,21 +90,17 @@ def test_an_answer_that_cannot_be_sent_is_told(pair):
     assert "cannot be sent" in pair.attempt(secret)[0].error
 
 
-def test_a_rank_that_hangs_is_told_with_where_it_stands(hasty):
-    results = hasty.attempt(sleep_on, 1)
+def test_a_rank_that_hangs_is_told_with_where_it_stands():
+    with forked(seconds=2) as hasty:
+        results = hasty.attempt(sleep_on, 1)
     assert results[0].error == ""
     assert "in sleep_on" in results[1].error
 
 
-def test_a_rank_that_dies_is_told_with_its_status(hasty):
-    results = hasty.attempt(die_on, 0)
+def test_a_rank_that_dies_is_told_with_its_status():
+    with two_processes(seconds=20) as processes:
+        results = processes.attempt(die_on, 0)
     assert "status -9" in results[0].error
-
-
-def test_nothing_is_left_running_when_it_is_closed():
-    with two_processes(group=False) as processes:
-        numbers = processes.run(process_id)
-    assert not any(psutil.pid_exists(number) for number in numbers)
 
 
 def test_nothing_is_left_running_when_whoever_started_it_is_killed(tmp_path):

@@ -14,9 +14,10 @@ from smalti.parallel.protocol import Communicator
 from smalti.rundir.phases import Phases
 from smalti.training.checkpointing import save
 from smalti.types import Checkpoint, RunState
-from smalti_testing import TinyFamily, two_processes
+from smalti_testing import TinyFamily
 from smalti_testing.strategy_subject import open_family
 from smalti_validation.eval_mode import eval_mode
+from support.forked_ranks import forked_processes
 
 
 class Normed(TinyFamily):
@@ -66,7 +67,7 @@ def statistics(act: str, folder: Path) -> tuple[dict[str, list], dict[str, list]
 
 @pytest.fixture(scope="module")
 def ranks():
-    with two_processes(group=False) as processes:
+    with forked_processes(group=False) as processes:
         yield processes
 
 

@@ -6,6 +6,7 @@ from planning.measured import by_formula, by_rehearsal, measured
 from planning.pipelines import PIPELINES, pipeline
 from planning.rows import Row
 from support.forked_ranks import forked_processes
+from support.whole import some
 
 REAL = (
     Row(model="flux", strategy="ddp", ranks=2, lora=True),
@@ -64,7 +65,7 @@ def test_a_formula_is_near_the_rehearsal(row, words, rehearsal_of):
     assert formula.peak + rehearsal_of(row).beside == pytest.approx(rehearsal_of(row).peak, rel=0.15)
 
 
-@pytest.mark.parametrize("family", OTHERS)
+@pytest.mark.parametrize("family", some(OTHERS, "sana", "qwen_image"))
 def test_all_families_can_be_rehearsed(family, rehearsal_of):
     found = rehearsal_of(Row(model=family, bf16=True))
     assert found.peak > found.resident > 0

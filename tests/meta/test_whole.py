@@ -1,0 +1,49 @@
+"""`make test` leaves out cases, never a promise: every test keeps some, and `make test-whole` runs all."""
+
+import os
+import subprocess
+
+import pytest
+
+from support.whole import some
+
+LOOKING = {
+    "tests/support/whole.py",
+    "tests/meta/test_whole.py",
+    "tests/bench/test_gpu_day.py",  # runs beside each other those that are kept
+    "tests/bench/test_cluster_day.py",  # a job of SLURM, of minutes
+    "tests/contracts/test_tutorials.py",  # executes as a reader does
+}
+"""Files that do something else than `some` does."""
+
+
+def test_cases_that_are_kept_run_in_their_order_and_the_others_with_them_in_the_whole():
+    assert some("abcd", "c", "a", whole=False) == ["a", "c"]
+    assert some("abcd", "c", "a", whole=True) == ["a", "b", "c", "d"]
+
+
+@pytest.mark.parametrize("whole", [False, True])
+@pytest.mark.parametrize("kept", [(), ("a", "x")])
+def test_a_test_without_cases_or_with_a_misspelt_one_is_not_even_collected(kept, whole):
+    with pytest.raises(ValueError, match="to keep"):
+        some("abcd", *kept, whole=whole)
+
+
+def test_no_file_leaves_out_more_than_cases(root):
+    found = set()
+    for path in (*root.glob("tests/**/*.py"), *root.glob("plugins/*/tests/**/*.py")):
+        text = path.read_text(encoding="utf-8")
+        if "whole import WHOLE" in text or "SMALTI_TEST" in text:
+            found.add(str(path.relative_to(root)))
+    assert found == LOOKING
+
+
+def test_make_test_whole_runs_all_cases_and_make_test_those_that_are_kept(root, tmp_path):
+    python = tmp_path / "python"
+    python.write_text('#!/bin/sh\necho "SMALTI_TEST=$SMALTI_TEST"\n')
+    python.chmod(0o755)
+    done = ("-o", ".venv/dev.done", "-o", ".venv/compiled.done")
+    variables = {name: value for name, value in os.environ.items() if name != "SMALTI_TEST"}
+    for target, said in (("test", "SMALTI_TEST="), ("test-whole", "SMALTI_TEST=whole")):
+        command = ["make", "--silent", "--no-print-directory", "-C", root, f"BIN={tmp_path}", *done, target]
+        assert subprocess.run(command, env=variables, check=True, capture_output=True, text=True).stdout == f"{said}\n"
