@@ -185,7 +185,8 @@ def test_two_ranks_measure_the_same_loss_as_one_to_the_last_bit(alone_and_togeth
 def test_two_ranks_keep_the_best_and_end_as_one_does(root, alone_and_together, name):
     ranking = json.loads((root / name / "checkpoints" / "ranking.json").read_text())
     assert ranking == json.loads((root / "alone" / "checkpoints" / "ranking.json").read_text())
-    assert ending(root / name) == ("finished", 4, "eval_loss has not improved in 2 evaluations since step 1; --eval_patience=4 continues the run")
+    told = "eval_loss has not improved in 2 evaluations since step 1; --eval_patience=4 continues the run"
+    assert ending(root / name) == ("finished", 4, told)
     assert saved(root / name) == ["step-00000001", "step-00000004"]
 
 
