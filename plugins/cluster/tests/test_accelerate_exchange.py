@@ -2,21 +2,34 @@
 
 import json
 import tomllib
+from pathlib import Path
 
 import pytest
 import yaml
 
+from smalti.config import Schema
 from smalti.config.resolution import resolve
 from smalti.config.toml import put_into
+from smalti.plugins import Selection, load_plugins, schema_of
 from support.commands import commands
 
 MINIMAL = "distributed_type: MULTI_GPU\nnum_processes: 8\nmixed_precision: 'no'\ngpu_ids: 0,1,2,3,4,5,6,7\ndebug: false\n"
 
 
 @pytest.fixture
+def data() -> Path:
+    return Path(__file__).parents[3] / "tests" / "data"
+
+
+@pytest.fixture
+def schema() -> Schema:
+    return schema_of(load_plugins(Selection(only=("toy", "trackers", "validation"))))
+
+
+@pytest.fixture
 def run(capsys, monkeypatch):
-    """run("import-accelerate", ...) -> (exit code, output, errors), with the built-in plugins."""
-    monkeypatch.setenv("SMALTI_WITHOUT", "all")
+    """run("import-accelerate", ...) -> (exit code, output, errors), with this plugin and the built-in ones."""
+    monkeypatch.setenv("SMALTI_PLUGINS", "cluster")
     return commands(capsys, "config")
 
 
