@@ -11,11 +11,17 @@ import click
 
 from smalti import Config, ConfigError, UserError
 from smalti.cli import Command, CommandLine, write_file, write_output
-from smalti.config import LaunchOptions, accelerate_yaml, as_toml, launch_problems, put_into, read_mapping, resolve
+from smalti.config import LaunchOptions, Schema, accelerate_yaml, as_toml, launch_problems, put_into, read_mapping, resolve
 from smalti.launch import expected_kind, merged_yaml, yaml_text
 from smalti.plugins import BUILT_IN, check as check_plugins, choose_distributed
 
 _UNPROCESSED = {"ignore_unknown_options": True, "help_option_names": ["--help"]}
+_NOT_PASSED_ON = frozenset(
+    ("compute_environment", "distributed_type", "fp16", "dynamo_backend", "mpirun_config", "downcast_bf16")
+)
+"""Keys that only set options, or that a notice says have no effect."""
+_SAYS_NOTHING: tuple[object, ...] = (None, False, "", [], {}, 0, "no", "NO", "none", "all", "main", "static")
+"""What `accelerate config` writes for keys that were not set."""
 _JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 _FORCE = click.option("--force", is_flag=True, help="Replace the file of --to if it exists.")
 
@@ -71,12 +77,23 @@ def import_accelerate(arguments: tuple[str, ...], given: str | None, merge: bool
 
 def _unsupported_keys(content: Mapping[str, object], resolved: Config, file: Path) -> Iterator[str]:
     """Notices about keys that a configuration file of smalti cannot express."""
-    for key, value in accelerate_yaml.uncovered(content, resolved.schema).items():
+    for key, value in uncovered(content, resolved.schema).items():
         kept = f"keep it with accelerate_config = {json.dumps(str(file))}"
         yield f"{key}: {json.dumps(value, default=str)} has no option; {kept}"
     default = accelerate_yaml.default_file(os.environ)
     if default is not None and default.exists() and default.samefile(file):
         yield f'{file} is Accelerate\'s default file and overrides this one; accelerate_config = "none" ignores it'
+
+
+def uncovered(values: Mapping[str, object], schema: Schema) -> dict[str, object]:
+    """The keys at the top of the file that no option corresponds to, which reach `accelerate launch` from a file only."""
+    covered = {option.accelerate.partition(".")[0].partition("=")[0] for option in schema.options.values()}
+    known = {*covered, *_NOT_PASSED_ON, "same_network"}
+    launchable = accelerate_yaml.launchable(values, schema)
+    said = {key: value for key, value in launchable.items() if key not in known and value not in _SAYS_NOTHING}
+    if values.get("same_network") is False and values.get("num_machines", 1) != 1:
+        said["same_network"] = False  # the default without a file is true
+    return said
 
 
 @click.command(
