@@ -238,7 +238,7 @@ class Run(Assembled):
         """
         count = len(losses)
         if not self.looks_back:
-            numbers = torch.cat((losses, *samples)).tolist()
+            numbers = torch.cat((losses, *samples)).cpu().tolist()
             numbers.insert(count, float(norm))
             return lambda: numbers, all(map(math.isfinite, numbers[: count + 1]))
         values = torch.cat((losses.float(), norm.float().view(1), *samples))
