@@ -125,7 +125,7 @@ def _visits(
     Of positions before `end` and of these images, where they are given: a run that trains writes meanwhile.
     """
     for _, positions, records in read_visits(directory.path / FOLDER):
-        if end is not None:
+        if end is not None and images is not None:
             known = (positions < end) & np.isin(records["image"], images)
             positions, records = positions[known], records[known]
         if len(records):
@@ -135,7 +135,7 @@ def _visits(
 
 def _add(table: Values, places: Numbers, values: Values) -> None:
     """Add values (V,) to a table (3, ...) of numbers, sums and sums of squares, at flat places (V,)."""
-    for row, added in zip(table, (1.0, values, values**2), strict=True):
+    for row, added in zip(table, (np.ones_like(values), values, values**2), strict=True):
         np.add.at(row.reshape(-1), places, added)
 
 
