@@ -60,6 +60,7 @@ from .types import (
     Strategy as Strategy,
     ValidationImage as ValidationImage,
     ValidationResult as ValidationResult,
+    Visits as Visits,
     World as World,
 )
 

@@ -333,7 +333,7 @@ class HookSpecs:
 
     @_spec
     def on_step_end(self, state: RunState, result: StepResult) -> None:
-        """notify: one optimizer step was done, or was skipped. On every rank, with the same numbers.
+        """notify: one optimizer step was done, or was skipped. On every rank, with its own `result.visits`.
 
         May call the `request_` methods of `state`, which take effect on all ranks at the boundary that comes next. The forward
         pass of the next step may have been queued. Called for every step: keep it below a millisecond.

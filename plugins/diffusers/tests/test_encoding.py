@@ -88,7 +88,7 @@ class Subject:
         loss = denoising_loss(self.config, family, "cpu", encoded.conditioning([""], "cpu"))
         sources = {"latents": encoded.latents, "texts": encoded.texts}
         with Loader(self.data, world=World(), micro_batch=len(PROMPTS), **sources) as loader, torch.no_grad():
-            return [loss(model, batch.micro[0], DdpParallel(self.config)) for batch in islice(loader, STEPS)]
+            return [loss(model, batch.micro[0], DdpParallel(self.config)).parts for batch in islice(loader, STEPS)]
 
     def pictures(self, family, model, encoded: Encoded) -> torch.Tensor:
         request = SampleRequest(

@@ -165,7 +165,7 @@ def trained(family, subject):
     model, losses = subject.model(), []
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     for _ in range(4):
-        found = loss(model, batch, FullPrecision())
+        found = loss(model, batch, FullPrecision()).parts
         found.backward()
         optimizer.step()
         optimizer.zero_grad()

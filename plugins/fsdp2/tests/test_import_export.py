@@ -14,9 +14,9 @@ DATA = Path(__file__).parents[3] / "tests" / "data"
 
 @pytest.fixture
 def run(capsys, monkeypatch, tmp_path):
-    """run("config", ...) -> (exit code, output, errors), with this plugin and nothing of the developer's own."""
+    """run("config", ...) -> (exit code, output, errors), with the plugins of options and commands alone."""
     monkeypatch.setenv("HF_HOME", str(tmp_path / "huggingface"))
-    monkeypatch.setenv("SMALTI_PLUGINS", "fsdp2")
+    monkeypatch.setenv("SMALTI_PLUGINS", "fsdp2,cluster")
     return commands(capsys, "config")
 
 

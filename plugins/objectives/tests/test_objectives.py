@@ -104,7 +104,7 @@ def test_hook_build_terms_preserves_by_the_formula(way, captions, prediction):
     loss = loss_of(family, *flags, "--preserve_class=cat", "--preserve_prompts=a dog")
     model, batch = model_of(family), batch_of(loss, ZWX)
     assert loss.names == ("denoising", "preserve")
-    found = loss(model, batch, FullPrecision())
+    found = loss(model, batch, FullPrecision()).parts
     found[1].backward()
 
     noise = loss.noise.normal((0,), (3, HEIGHT, WIDTH))
@@ -123,7 +123,7 @@ def test_without_weight_the_loss_is_that_of_before_and_an_untrained_adapter_has_
     family = ZeroAdapter()
     before, off, on = (loss_of(family, *flags) for flags in ((), (*CLASS, "--preserve_weight=0"), CLASS))
     model = model_of(family)
-    plain, without, preserved = (loss(model, batch_of(loss, ZWX, ZWX), FullPrecision()) for loss in (before, off, on))
+    plain, without, preserved = (loss(model, batch_of(loss, ZWX, ZWX), FullPrecision()).parts for loss in (before, off, on))
     assert torch.equal(plain, without)
     assert preserved.tolist() == [plain.item(), 0.0]
 
@@ -137,7 +137,7 @@ def test_only_images_with_a_trigger_word_preserve_a_class_and_only_in_the_steps_
     assert loss.needs(2, [entry(is_regularisation_data=True, trigger_word="zwx")]) == {"base"}
 
     groups = (ZWX,), (ZWX, OTHER), (OTHER,)
-    first, both, neither = (loss(model, batch_of(loss, *some, position=2), FullPrecision()) for some in groups)
+    first, both, neither = (loss(model, batch_of(loss, *some, position=2), FullPrecision()).parts for some in groups)
     torch.testing.assert_close(both[1], first[1] / 2)
     assert neither[1] == 0
 
@@ -287,9 +287,9 @@ def test_another_package_can_train_preferences():
     rejected = torch.rand(2, 3, HEIGHT, WIDTH, generator=torch.Generator().manual_seed(1)) * 2 - 1
     for family, other in ((Adapted(), None), (ZeroAdapter(), rejected)):
         loss, model, batch = dpo(family, other)
-        assert loss(model, batch, FullPrecision()).tolist() == [0.0, pytest.approx(math.log(2), abs=1e-7)]
+        assert loss(model, batch, FullPrecision()).parts.tolist() == [0.0, pytest.approx(math.log(2), abs=1e-7)]
     loss, model, batch = dpo(Adapted(), rejected)
-    found = loss(model, batch, FullPrecision())[1].item()
+    found = loss(model, batch, FullPrecision()).parts[1].item()
 
     noise, t = loss.noise.normal((0, 1), (3, HEIGHT, WIDTH)), loss.timesteps(loss.noise.column((0, 1), 0), 24)
     gains = []
@@ -313,7 +313,7 @@ def test_another_package_can_train_sliders_of_texts():
         name: SecondCaptions(captions=(loss.second_caption(name, "", ZWX, 0),), conditioning=None)
         for name in ("slider+", "slider-")
     }
-    found = loss(model, replace(batch, needs=loss.needs(0, []), second_captions=second), FullPrecision())
+    found = loss(model, replace(batch, needs=loss.needs(0, []), second_captions=second), FullPrecision()).parts
 
     noise, t = loss.noise.normal((0,), (3, HEIGHT, WIDTH)), loss.timesteps(loss.noise.column((0,), 0), 24)
     noisy = loss.objective.add_noise(batch.pixels, noise, t)

@@ -15,11 +15,12 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from smalti.checkpoint import verify
+from smalti.checkpoint import RANKING, verify
 from smalti.errors import InUseError
 from smalti.rundir import RunDirectory, acquire
 from smalti_data.remote.checkpoints import RemoteRun
 from smalti_export.command import export as export_command
+from smalti_storage_s3.mirror.commands import mirror as mirror_command
 from smalti_storage_s3.mirror.ownership import Lease, SupersededError
 from smalti_storage_s3.mirror.place import Access, open_place
 from smalti_storage_s3.mirror.pulling import pull
@@ -85,6 +86,32 @@ def test_checkpoints_are_kept_and_removed_in_a_bucket_as_in_a_folder(run, url, t
     assert [each.name for each in mirror.all()] == ["step-00000002", "step-00000003"]
     assert [mirror.problems(each) for each in mirror.all()] == [(), ()]
     assert verify(pull(mirror, RunDirectory(tmp_path / "fresh"), "latest", lambda _sentence: None)).ok
+
+
+def test_a_best_checkpoint_that_is_overtaken_before_its_upload_arrives_too_and_stays(run, url, tmp_path):
+    uploads = uploader(run, url, keep=1)
+    for step in (1, 2, 3, 4):
+        make(run.checkpoints, step)
+    (run.checkpoints / RANKING).write_text('{"keep": 2, "steps": [1, 3, 2]}')
+    newest = uploads.push_newest()
+    assert newest is not None
+    assert newest.step == 4
+    assert [each.step for each in uploads.push_best()] == [3, 1], "the newest first"
+    assert uploads.push_best() == [], "nothing is sent or listed again"
+    assert uploads.rotate() == []
+    mirror = RemoteRun(open_place(url, Access()))
+    assert [(each.step, mirror.problems(each)) for each in mirror.all()] == [(1, ()), (3, ()), (4, ())]
+    make(run.checkpoints, 5)
+    (run.checkpoints / RANKING).write_text('{"keep": 2, "steps": [5, 1, 3, 2]}')
+    words = ["push", str(run.path), f"--to={url}", "--keep=1"]
+    pushed = CliRunner().invoke(mirror_command, words)
+    assert "step-00000001: complete" in pushed.output
+    assert "step-00000004: removed there" in pushed.output
+    assert [each.step for each in RemoteRun(open_place(url, Access())).all()] == [1, 5]
+    (run.checkpoints / RANKING).write_text("{")
+    uploads.report = (said := list[str]()).append
+    assert uploads.push_best() == []
+    assert "best checkpoints are not copied" in said[0]
 
 
 def test_one_launch_writes_on_stores_with_and_without_conditional_writes(run, url, server):

@@ -185,7 +185,8 @@ def test_two_ranks_measure_the_same_loss_as_one_to_the_last_bit(alone_and_togeth
 def test_two_ranks_keep_the_best_and_end_as_one_does(root, alone_and_together, name):
     ranking = json.loads((root / name / "checkpoints" / "ranking.json").read_text())
     assert ranking == json.loads((root / "alone" / "checkpoints" / "ranking.json").read_text())
-    assert ending(root / name) == ("finished", 4, "eval_loss has not improved in 2 evaluations since step 1")
+    told = "eval_loss has not improved in 2 evaluations since step 1; --eval_patience=4 continues the run"
+    assert ending(root / name) == ("finished", 4, told)
     assert saved(root / name) == ["step-00000001", "step-00000004"]
 
 
@@ -267,16 +268,21 @@ def ending(directory: Path) -> tuple[str, int, str]:
     return last["state"], last["step"], last["message"]
 
 
-def test_a_run_that_improves_no_more_ends_as_a_complete_one_over_all_its_launches(root, caplog):
+def test_a_run_that_improves_no_more_ends_as_a_complete_one_over_all_its_launches(root, caplog, capsys):
     directory = root / "still"
     train(directory, [TRAINED, HELD_OUT], *STILL, "--eval_patience=3", "--max_train_steps=2")
     train(directory, [TRAINED, HELD_OUT], *STILL, "--eval_patience=3")
-    told = "eval_loss has not improved in 3 evaluations since step 1"
+    told = "eval_loss has not improved in 3 evaluations since step 1; --eval_patience=6 continues the run"
     assert ending(directory) == ("finished", 5, told)
+    first, second = capsys.readouterr().err.split(f"smalti: done: {told}\n")
+    assert "train longer" in first, "after all of its steps"
+    assert "train longer" not in second
+    assert "use it" in second
     assert saved(directory)[-1] == "step-00000005"
     train(directory, [TRAINED, HELD_OUT], *STILL, "--eval_patience=3")
     assert ending(directory)[:2] == ("finished", 5)
     assert "in 4 evaluations since step 1; --eval_patience=7 continues the run" in caplog.text
+    assert "train longer" not in capsys.readouterr().err
     train(directory, [TRAINED, HELD_OUT], *STILL, "--eval_patience=6", "--max_train_steps=6")
     assert ending(directory) == ("finished", 6, "trained 6 steps")
 

@@ -64,8 +64,9 @@ def test_only_images_that_all_steps_have_are_compared(run):
 
 
 def test_a_run_without_evaluations_has_no_report(run, tmp_path):
-    with pytest.raises(UserError, match="has no evaluation"):
-        read_report(RunDirectory(tmp_path))
+    refused = CliRunner().invoke(report, [str(tmp_path)])
+    assert isinstance(refused.exception, UserError)
+    assert "has neither an evaluation" in refused.exception.message
     (run.path / "evaluations" / "images.json").unlink()
     with pytest.raises(UserError, match=r"incomplete: .*images\.json"):
         read_report(run)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from smalti.config.accelerate_yaml import merge, uncovered
+from smalti.config.accelerate_yaml import merge
 from smalti.config.core_options import GROUPS
 from smalti.config.options import OptionGroup, Options, Schema, Translation, option
 from smalti.config.resolution import resolve
@@ -127,21 +127,6 @@ def test_a_key_that_accelerate_does_not_have_gets_a_notice(tmp_path):
     assert [notice for notice in notices if "no such key" in notice] == [
         f"invalid_key in {path} has no effect: Accelerate has no such key, and refuses a file that has it"
     ]
-
-
-def test_what_no_option_can_say_is_told_apart_from_what_says_nothing():
-    values = {
-        "distributed_type": "MULTI_GPU",
-        "glaze_config": {"coats": 2},
-        "gpu_ids": "1,2",
-        "rdzv_backend": "static",
-        "debug": True,
-        "tpu_env": [],
-        "same_network": False,
-        "num_processes": 2,
-    }
-    assert uncovered(values, SCHEMA) == {"gpu_ids": "1,2", "debug": True}
-    assert uncovered({**values, "num_machines": 2}, SCHEMA)["same_network"] is False
 
 
 # --- values that lie in those of other options ----------------------------------------------------------------------

@@ -117,8 +117,12 @@ def test_without_another_term_loss_and_gradients_are_those_of_plain_means_to_the
         given = drawn(loss, datasets)
         plain = plainly(loss, model, given, regularised)
         wanted = gradients(plain, model)
-        found = loss(model, given, FullPrecision())
+        losses = loss(model, given, FullPrecision())
+        found = losses.parts
         assert found.tolist() == [plain.item()]
+        t = loss.objective.times(losses.fractions)
+        assert (losses.samples * loss.weighting(t)).mean() == plain
+        assert not losses.samples.requires_grad
         assert all(map(torch.equal, gradients(found.sum(), model), wanted))
 
 
@@ -154,7 +158,7 @@ def test_regularisation_data_is_trained_towards_the_model_without_the_adapter() 
         datasets = tuple(entry(is_regularisation_data=flag) for flag in regularised)
         needs = frozenset({"base"}) if any_rank else loss.needs(0, datasets)
         chosen = replace(batch(), datasets=datasets, needs=needs)
-        return replace(loss, without_adapter=without)(model, chosen, FullPrecision())
+        return replace(loss, without_adapter=without)(model, chosen, FullPrecision()).parts
 
     ordinary, first, second, both = (of(each) for each in ((False, False), (True, False), (False, True), (True, True)))
     torch.testing.assert_close(first + second, ordinary + both)
@@ -177,10 +181,27 @@ def test_hook_build_terms_of_a_term_that_adds_nothing_leaves_loss_and_gradients_
     model = model_of(family)
     alone, loss = loss_of(family), loss_of(family, terms=[Nothing()])
     given = drawn(alone, (entry(), entry()))
-    found, before = (each(model, given, FullPrecision()) for each in (loss, alone))
+    found, before = (each(model, given, FullPrecision()).parts for each in (loss, alone))
     assert (loss.names, alone.names) == (("denoising", "nothing"), ("denoising",))
     assert found.tolist() == [*before.tolist(), 0.0]
     assert all(map(torch.equal, gradients(found.sum(), model), gradients(before.sum(), model)))
+
+
+class Weight(Term):
+    name = "weight"
+
+    def factor(self, step):
+        return torch.tensor([3.0, 0.0]).view(-1, 1, 1, 1)
+
+
+def test_the_loss_of_a_visit_does_not_depend_on_the_weight_of_its_image() -> None:
+    family = TinyFamily()
+    model = model_of(family)
+    alone, loss = loss_of(family), loss_of(family, terms=[Weight()])
+    given = drawn(alone, (entry(), entry()))
+    plain, found = (each(model, given, FullPrecision()) for each in (alone, loss))
+    torch.testing.assert_close(found.samples, torch.tensor([plain.samples[0], float("nan")]), equal_nan=True)
+    torch.testing.assert_close(found.parts, 1.5 * plain.samples[:1], msg="all timesteps have the weight 1")
 
 
 class Everything(Term):
@@ -215,7 +236,8 @@ def test_a_term_has_passes_targets_factors_and_columns_as_in_a_hand_written_loss
     captions = tuple(loss.second_caption("other", each, entry(), number) for each, number in zip("ab", (1, 2), strict=True))
     assert captions == ("a of pets 1", "b of pets 2")
     second = {"other": SecondCaptions(captions=captions, conditioning=None)}
-    found = loss(model, replace(given, columns=columns, second_captions=second), FullPrecision())
+    losses = loss(model, replace(given, columns=columns, second_captions=second), FullPrecision())
+    found = losses.parts
 
     objective, noise = loss.objective, loss.noise.normal((1, 2), (3, HEIGHT, WIDTH))
     t = objective.times(loss.timesteps(loss.noise.column((1, 2), RandomColumn.TIMESTEP), 24))
@@ -233,8 +255,8 @@ def test_a_term_has_passes_targets_factors_and_columns_as_in_a_hand_written_loss
     policy, base = predicted(given.pixels, captions, base=False), predicted(given.pixels, "ab", base=True)
     rejected = predicted(columns["rejected"], captions, base=True) - objective.target(columns["rejected"], noise, t).double()
     term = 0.5 * ((policy - base) ** 2 - rejected**2).mean()
-    torch.testing.assert_close(found.double(), torch.stack([per_sample.mean(), term]))
-    assert found.dtype == torch.float32
+    torch.testing.assert_close(found, torch.stack([per_sample.mean(), term]).float())
+    torch.testing.assert_close(losses.samples, per_sample.float())
 
 
 def test_a_second_pass_that_a_rank_does_not_use_stays_in_its_graph() -> None:
@@ -245,8 +267,8 @@ def test_a_second_pass_that_a_rank_does_not_use_stays_in_its_graph() -> None:
     model.leave.register_full_backward_hook(lambda *_: seen.append(1))
     second = {"other": SecondCaptions(captions=("c", "d"), conditioning=None)}
     given = replace(drawn(loss, (entry(), entry())), needs=frozenset({"policy|caption=other"}), second_captions=second)
-    found = loss(model, given, FullPrecision())
-    assert found.tolist() == loss(model, replace(given, needs=frozenset()), FullPrecision()).tolist()
+    found = loss(model, given, FullPrecision()).parts
+    assert found.tolist() == loss(model, replace(given, needs=frozenset()), FullPrecision()).parts.tolist()
     found.sum().backward()
     assert len(seen) == 2
 

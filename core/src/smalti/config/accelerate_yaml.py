@@ -29,12 +29,6 @@ _ALIEN = {
     "TPU": "TPUs",
     "MEGATRON_LM": "Megatron-LM",
 }
-_NOT_PASSED_ON = frozenset(
-    ("compute_environment", "distributed_type", "fp16", "dynamo_backend", "mpirun_config", "downcast_bf16")
-)
-"""Keys that only set options, or that a notice says have no effect."""
-_SAYS_NOTHING: tuple[object, ...] = (None, False, "", [], {}, 0, "no", "NO", "none", "all", "main", "static")
-"""What `accelerate config` writes for keys that were not set."""
 _SECTIONS = {"FSDP": "fsdp_config", "DEEPSPEED": "deepspeed_config"}
 
 
@@ -158,15 +152,6 @@ def notices_of(values: Mapping[str, object], schema: Schema, path: Path) -> Iter
         yield f"mpirun_config in {path} has no effect: ranks on CPUs are started by torch's own launcher"
     if str(values.get("downcast_bf16", "no")).lower() not in ("no", "false"):
         yield f"downcast_bf16 in {path} has no effect: it is for TPUs"
-
-
-def uncovered(values: Mapping[str, object], schema: Schema) -> dict[str, object]:
-    """The keys at the top of the file that no option corresponds to, which reach `accelerate launch` from a file only."""
-    known = {*_covered(schema), *_NOT_PASSED_ON, "same_network", *_unknown(values, schema)}
-    said = {key: value for key, value in values.items() if key not in known and value not in _SAYS_NOTHING}
-    if values.get("same_network") is False and values.get("num_machines", 1) != 1:
-        said["same_network"] = False  # the default without a file is true
-    return said
 
 
 def launchable(values: Mapping[str, object], schema: Schema) -> dict[str, object]:

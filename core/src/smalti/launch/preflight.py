@@ -259,7 +259,9 @@ class Preparation:
             return
         again = f"{program_name()} train {shlex.quote(str(self.directory.config_file))}{self.site.flags()}"
         if complete:
-            click.echo(f"  train longer {again}{_twice_as_long(self.config)}", err=True)
+            last = self.directory.latest("step")
+            if last is None or last.number("max_steps") == last.step:  # else a plugin has ended it
+                click.echo(f"  train longer {again}{_twice_as_long(self.config)}", err=True)
             if "checkpoint" in results:
                 click.echo(f"  use it       {self._export_command()}", err=True)
         else:

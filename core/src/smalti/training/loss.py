@@ -51,6 +51,18 @@ def objective_of(config: Config, family: ModelFamily) -> Objective:
     )
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Losses:
+    """Of one micro-batch: `parts`, means over its samples, with a gradient, which add up to its loss.
+
+    `samples` (B,), without one, and `fractions` (B,), in host memory, are what `smalti.types.Visits` has of each.
+    """
+
+    parts: Tensor
+    samples: Tensor
+    fractions: Tensor
+
+
 @dataclass(frozen=True, kw_only=True)
 class DenoisingLoss:
     """Add noise, predict, compare. Random numbers depend on the numbers of samples alone, not on ranks or resumes."""
@@ -81,26 +93,34 @@ class DenoisingLoss:
         [choose] = [term.second_captions[name] for term in self.terms if name in term.second_captions]
         return choose(caption, dataset, number)
 
-    def __call__(self, model: nn.Module, batch: MicroBatch, parallel: Parallel) -> Tensor:
-        """The parts of the loss, called `names`: means over the samples of one micro-batch, with a gradient. They add up to it.
+    def __call__(self, model: nn.Module, batch: MicroBatch, parallel: Parallel) -> Losses:
+        """The loss of one micro-batch, with parts called `names`.
 
         Each rank has to call it: the model may be sharded, and all ranks make the passes that `batch.needs` names.
         """
-        step = self._step(model, batch, parallel)
+        tokens = self.family.image_tokens(batch.bucket.width, batch.bucket.height)
+        fractions = self.timesteps(self.noise.column(batch.numbers, RandomColumn.TIMESTEP), tokens)
+        step = self._step(model, batch, parallel, fractions)
         for term in self.terms:
             step = replace(step, targets={**step.targets, "": term.target(step, step.targets[""])})
         errors = step.errors()
+        factors: Tensor | None = None
         for term in self.terms:
             if (factor := term.factor(step)) is not None:
-                errors = errors * factor
-        first = step.mean(errors)
+                errors, factors = errors * factor, factor if factors is None else factors * factor
+        samples = errors.flatten(1).mean(1)
+        first = (samples * step.weights).mean()
         for name in sorted(batch.needs):
             if name.startswith(POLICY):  # its backward pass may be collective, whatever terms do on this rank
                 first = first + 0.0 * step.predictions[name].float().mean()
         added = [(term.weight, term.loss(step)) for term in self.terms if term.adds]
-        return torch.stack([first, *(first.new_zeros(()) if part is None else weight * part for weight, part in added)])
+        return Losses(
+            parts=torch.stack([first, *(first.new_zeros(()) if part is None else weight * part for weight, part in added)]),
+            samples=samples.detach() if factors is None else samples.detach() / factors.expand_as(errors).flatten(1).mean(1),
+            fractions=fractions,
+        )
 
-    def _step(self, model: nn.Module, batch: MicroBatch, parallel: Parallel) -> Step:
+    def _step(self, model: nn.Module, batch: MicroBatch, parallel: Parallel, fractions: Tensor) -> Step:
         """All forward passes over a micro-batch."""
         noisy, targets, predictions = dict[str, Tensor](), dict[str, Tensor](), dict[str, Tensor]()
         with torch.no_grad():
@@ -108,7 +128,6 @@ class DenoisingLoss:
             width, height = batch.bucket.width, batch.bucket.height
             noise = self.noise.normal(batch.numbers, latents.shape[1:])
             chance = partial(self.noise.column, batch.numbers)
-            fractions = self.timesteps(chance(RandomColumn.TIMESTEP), self.family.image_tokens(width, height))
             t = to_device(self.objective.times(fractions), latents.device)
             dropped = chance(RandomColumn.CAPTION_DROPOUT) < self._dropout(batch)
             texts = {"": self._caption_conditioning(batch, dropped)}

@@ -26,7 +26,7 @@ from smalti.training.failures.disk_space import DiskSpace
 from smalti.training.failures.step_times import ForwardTime, StepTimes
 from smalti.training.loss import DenoisingLoss
 from smalti.training.metrics import Memory, Utilisation, log_metrics, metrics_of
-from smalti.types import Block, DistributedPlan, RankInfo, RunInfo, RunState, StepResult, StopReason, World
+from smalti.types import Block, DistributedPlan, RankInfo, RunInfo, RunState, StepResult, StopReason, Visits, World
 
 if TYPE_CHECKING:  # the launcher, which checks a run, needs none of it
     from torch.optim.lr_scheduler import LambdaLR
@@ -37,12 +37,14 @@ if TYPE_CHECKING:  # the launcher, which checks a run, needs none of it
 
 @dataclass(frozen=True, kw_only=True)
 class QueuedStep:
-    """A step that the device was asked for. `read` waits for the parts of its loss, and the norm of its gradients.
+    """A step that the device was asked for. `read` waits for the parts of its loss, the norm of its gradients,
+    and the loss of each visit.
 
     `batch` is without its tensors. `begun_at`: step and skipped steps of the state before it. `seconds` are those of asking.
     """
 
     batch: Batch
+    visits: Visits
     read: Callable[[], Sequence[float]]
     begun_at: tuple[int, int]
     learning_rate: float
@@ -229,13 +231,18 @@ class Run(Assembled):
         clip = parallel.clip_gradient_values if options.grad_clip_method == "value" else parallel.clip_gradients
         return clip(options.max_grad_norm)
 
-    def check(self, losses: Tensor, norm: Tensor) -> tuple[Callable[[], Sequence[float]], bool]:
-        """What gives losses (P,) and norm as numbers, and whether the optimizer steps: always where the run `looks_back`."""
+    def check(self, losses: Tensor, norm: Tensor, samples: Sequence[Tensor]) -> tuple[Callable[[], Sequence[float]], bool]:
+        """What gives losses (P,), norm and losses of `samples` as numbers, and whether the optimizer steps.
+
+        It does always where the run `looks_back`. Only the first two have to be finite.
+        """
+        count = len(losses)
         if not self.looks_back:
-            numbers = *losses.tolist(), float(norm)
-            return lambda: numbers, all(map(math.isfinite, numbers))
-        values = torch.cat((losses.float(), norm.float().view(1)))
-        self.optimizer.found_inf = 1 - values.isfinite().all().float()  # type: ignore[attr-defined]
+            numbers = torch.cat((losses, *samples)).cpu().tolist()
+            numbers.insert(count, float(norm))
+            return lambda: numbers, all(map(math.isfinite, numbers[: count + 1]))
+        values = torch.cat((losses.float(), norm.float().view(1), *samples))
+        self.optimizer.found_inf = 1 - values[: count + 1].isfinite().all().float()  # type: ignore[attr-defined]
         there, device = values.to("cpu", non_blocking=True), torch.device(self.world.device)  # pinned memory
         ready = None if device.type == "cpu" else torch.Event(device)
         if ready is not None:
@@ -258,7 +265,8 @@ class Run(Assembled):
             return 0.0
         state = self.state
         state.step, state.skipped = queued.begun_at
-        *parts, norm = queued.read()
+        count, numbers = len(self.loss.names), queued.read()
+        parts, norm = numbers[:count], numbers[count]
         loss = sum(parts)
         finite = math.isfinite(loss) and math.isfinite(norm)
         if finite:
@@ -276,6 +284,7 @@ class Run(Assembled):
             skipped=not finite,
             forward_seconds=queued.forward_time.seconds(),
             parts=dict(zip(self.loss.names, parts, strict=True)) if len(parts) > 1 else None,
+            visits=replace(queued.visits, losses=numbers[count + 1 :]),
         )
         self.finish_step(queued.batch, result)
         return time.perf_counter() - begin
@@ -366,6 +375,15 @@ class PeriodicWork:
         For a planner, which calls it with tensors without values.
         """
         return None
+
+
+def visits_of(batch: Batch, fractions: Sequence[Tensor]) -> Visits:
+    """The visits of a step, of each micro-batch (B,) noise levels in host memory. Their losses are not known yet."""
+    return Visits(
+        numbers=[number for micro in batch.micro for number in micro.numbers],
+        keys=[key for micro in batch.micro for key in micro.keys],
+        fractions=[fraction for micro in fractions for fraction in micro.tolist()],
+    )
 
 
 def directory_of(config: Config) -> RunDirectory:

@@ -20,7 +20,7 @@ from smalti.training.failures.faults import answer_reported, faults_answered, fa
 from smalti.training.failures.out_of_memory import memory_explained
 from smalti.training.failures.step_times import ForwardTime
 from smalti.training.periodic import is_due
-from smalti.training.run import PeriodicWork, QueuedStep, Run, reseed
+from smalti.training.run import PeriodicWork, QueuedStep, Run, reseed, visits_of
 from smalti.types import Outcome, StepBoundary, StopReason
 
 
@@ -100,18 +100,21 @@ def train_step(run: Run, batch: Batch) -> None:
     begin, forward_time = time.perf_counter(), ForwardTime(run.world.device)
     reseed(run, batch.position)
     total = torch.zeros(len(run.loss.names), device=run.world.device)
+    seen = list[tuple[torch.Tensor, torch.Tensor]]()
     kernel, tf32 = run.config[TrainingOptions].sdpa_backend, tf32_choice(run.config, run.world.device)
     for number, micro in enumerate(batch.micro, start=1):
         with run.parallel.accumulate(last=number == len(batch.micro)):
             try:
                 with forward_time.measured():
-                    parts = run.loss(run.model, micro, run.parallel) / len(batch.micro)
+                    losses = run.loss(run.model, micro, run.parallel)
+                    parts = losses.parts / len(batch.micro)
             finally:
                 begin += run.settle()  # the step before
             with attention_kernel(kernel), products_in_tf32(tf32):  # recomputation is part of it
                 run.backward(parts.sum())
         total += parts.detach()
-    read, steps = run.check(run.parallel.mean(total), run.clip_gradients())
+        seen.append((losses.samples, losses.fractions))
+    read, steps = run.check(run.parallel.mean(total), run.clip_gradients(), [samples for samples, _ in seen])
     state, learning_rate = run.state, float(run.optimizer.param_groups[0]["lr"])
     run.leave_boundary()
     if steps:
@@ -120,6 +123,7 @@ def train_step(run: Run, batch: Batch) -> None:
         run.parallel.zero_grad()
     run.queued = QueuedStep(
         batch=replace(batch, micro=()),
+        visits=visits_of(batch, [fractions for _, fractions in seen]),
         read=read,
         begun_at=(state.step, state.skipped),
         learning_rate=learning_rate,

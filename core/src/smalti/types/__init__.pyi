@@ -12,6 +12,7 @@ from .progress import (
     StepBoundary as StepBoundary,
     StepResult as StepResult,
     StopReason as StopReason,
+    Visits as Visits,
 )
 from .registered import (
     CacheEntry as CacheEntry,

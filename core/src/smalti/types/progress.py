@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import IntEnum
@@ -120,11 +120,27 @@ class RunInfo(RankInfo):
 
 
 @dataclass(frozen=True, kw_only=True)
-class StepResult:
-    """One optimizer step. The values are the same on every rank, but for the last five.
+class Visits:
+    """The samples of a step on one rank, in the order of its micro-batches.
 
-    `forward_seconds` is the time of the forward passes of this rank; None if unknown. The last four are set on the main rank
-    only, else None.
+    `numbers` are unique over the run: position of the batch times effective batch, plus the place in it. `keys` are
+    "DATASET/KEY", "" for an image that could not be replaced. `fractions` are noise levels, from 0 (the image) to 1. `losses`
+    are means over an image, of which masks leave out parts; noise level and `loss_weight` have no weight in them. Not a number
+    where nothing counts.
+    """
+
+    numbers: Sequence[int]
+    keys: Sequence[str]
+    fractions: Sequence[float]
+    losses: Sequence[float] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepResult:
+    """One optimizer step. The values are the same on every rank, but for the last six.
+
+    `visits` are the samples of this rank, alike on ranks that work on the same ones. `forward_seconds` is the time of its
+    forward passes; None if unknown. The last four are set on the main rank only, else None.
 
     `samples` is the effective batch, `seconds` the wall time of the step and `data_seconds` the wait for its data. `skipped`
     means that the step changed nothing, because the loss was not finite. `parts` are the terms of the loss by name, weighted,
@@ -144,6 +160,7 @@ class StepResult:
     data_seconds: float = 0.0
     skipped: bool = False
     parts: Mapping[str, float] | None = None
+    visits: Visits | None = None
     forward_seconds: float | None = None
     mfu: float | None = None
     peak_memory_mb: float | None = None

@@ -38,6 +38,11 @@ class Cluster:
         commands.add_deferred("smalti_cluster.jobs.commands:launch", summary, section="Training")
         summary = "Check several nodes against each other."
         commands.add_deferred("smalti_cluster.checks.command:nodes", summary, section="Node")
+        below = commands.below("config")
+        summary = "Convert an Accelerate YAML to a configuration file."
+        below.add_deferred("smalti_cluster.jobs.accelerate:import_accelerate", summary)
+        summary = "Print the Accelerate YAML of a launch on accelerators."
+        below.add_deferred("smalti_cluster.jobs.accelerate:export_accelerate", summary)
 
     @hookimpl
     def configure_launch(self, config: Config) -> LaunchEntry | None:

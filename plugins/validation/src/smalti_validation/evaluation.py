@@ -85,8 +85,7 @@ class Evaluation(PeriodicWork):
         if self._waited_enough(since):
             run.state.max_steps = step
             if run.world.is_main:
-                more = since + self.options.eval_patience
-                _log.warning("%s; --eval_patience=%d continues the run", _no_improvement(since, reference), more)
+                _log.warning("%s", self._no_improvement(since, reference))
         elif step and not evaluated and self.is_due(run):
             self.run(run)
 
@@ -131,10 +130,15 @@ class Evaluation(PeriodicWork):
 
             save(run, last=False)
         if self._waited_enough(since):
-            run.state.request_stop(StopReason.COMPLETED, _no_improvement(since, reference))
+            run.state.request_stop(StopReason.COMPLETED, self._no_improvement(since, reference))
 
     def _waited_enough(self, evaluations: int) -> bool:
         return 0 < self.options.eval_patience <= evaluations
+
+    def _no_improvement(self, evaluations: int, since: int | None) -> str:
+        """Why the run ends, and how it goes on."""
+        found = f"eval_loss has not improved in {evaluations} evaluations" + ("" if since is None else f" since step {since}")
+        return f"{found}; --eval_patience={evaluations + self.options.eval_patience} continues the run"
 
     def _is_among_best(self, run: Run, history: History, loss: float) -> bool:
         """Whether fewer checkpoints than are kept are as good."""
@@ -156,10 +160,6 @@ class Evaluation(PeriodicWork):
 
         answer: list[Any] = load_json(run.parallel.all_gather_text(on_all_ranks(run.parallel, act))[0])
         return answer
-
-
-def _no_improvement(evaluations: int, since: int | None) -> str:
-    return f"eval_loss has not improved in {evaluations} evaluations" + ("" if since is None else f" since step {since}")
 
 
 def _measured(run: Run) -> str:

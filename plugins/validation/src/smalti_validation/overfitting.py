@@ -58,14 +58,12 @@ class Report:
         return sum(image.last > image.first for image in self.images)
 
 
-def read_report(directory: RunDirectory) -> Report:
-    """The report of a run. Raises UserError for a run that was not evaluated, CheckpointError if a table is damaged."""
+def read_report(directory: RunDirectory) -> Report | None:
+    """The report of a run; None if it was not evaluated. Raises UserError or CheckpointError if its files are damaged."""
     tables = {int(path.stem): read_table(path) for path in sorted((directory.path / FOLDER).glob("[0-9]*.npy"))}
     event = directory.latest("eval")
     if not tables or event is None:
-        raise UserError(
-            f"{directory.path} has no evaluation on held-out images", fix="train with a dataset of the dataset_type eval"
-        )
+        return None
     newest = tables[max(tables)]
     tables = {step: table for step, table in tables.items() if table["losses"].shape[1:] == newest["losses"].shape[1:]}
     try:

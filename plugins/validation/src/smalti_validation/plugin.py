@@ -40,7 +40,7 @@ class ValidationPlugin:
 
     @hookimpl
     def register_commands(self, commands: CommandCollector) -> None:
-        summary = "Show which noise levels overfit, and which held-out images improve least."
+        summary = "Show which noise levels overfit, and which images are learned least."
         commands.below("run").add_deferred("smalti_validation.command:report", summary)
 
     @hookimpl

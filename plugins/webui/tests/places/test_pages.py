@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import stat
@@ -14,7 +15,12 @@ from PIL import Image
 from starlette.testclient import TestClient
 
 from smalti import UserError
+from smalti.config import resolve
+from smalti.data import scan_data
+from smalti.plugins import load_plugins, schema_of, selection_of
 from smalti.rundir import RunDirectory
+from smalti.types import Visits
+from smalti_validation.visits import FOLDER, Share, VisitFile
 from smalti_webui.places.installation.caches import caches_of, confirmed
 
 MakeRun = Callable[..., RunDirectory]
@@ -163,6 +169,46 @@ def test_the_datasets_of_runs_are_listed_once_with_all_runs(
     assert "run one" in page
     assert "run two" in page
     assert re.search(r'class="notice warning">.*run three', page, re.DOTALL)
+
+
+def test_the_images_that_a_run_learns_least_are_shown_with_its_noise_levels(
+    client: TestClient, make_run: MakeRun, root: Path
+) -> None:
+    run = make_run(samples=(), checkpoints=())
+    assert client.get(f"/runs/{_id(run)}/learning").text.strip() == "", "there are no visits"
+    for folder in (root / "photos", root.parent / "outside"):
+        folder.mkdir()
+        for name in ("a & b", "c"):
+            Image.new("RGB", (64, 64), "teal").save(folder / f"{name}.png")
+    (root / "data.json").write_text(
+        json.dumps(
+            [
+                {"id": "photos", "instance_data_dir": str(root / "photos"), "caption_strategy": "filename"},
+                {"id": "out side", "instance_data_dir": str(root.parent / "outside"), "caption_strategy": "filename"},
+            ]
+        )
+    )
+    data = f'data_backend_config = "{root / "data.json"}"\nresolution = 64\n'
+    run.config_file.write_text(f'output_dir = "{run.path}"\nmodel_family = "toy"\n{data}')
+    plugins = load_plugins(selection_of((), run.config_file, {}))
+    scan_data(resolve(schema_of(plugins), (), file=run.config_file, environment={}), plugins, 8, run.data)
+    file = VisitFile(run.path / FOLDER, Share(ranks=1, micro_batch=4, accumulation=1), 0)
+    keys, losses = ("photos/a & b.png", "photos/c.png", "out side/c.png", "removed/d.png"), (4.0, 1.0, 2.0, 2.0)
+    for step in range(20):
+        numbers = range(4 * step, 4 * step + 4)
+        file.write(Visits(numbers=numbers, keys=keys, fractions=(0.3, 0.3, 0.3, 0.3), losses=losses), 4)
+    file.close()
+
+    shown = client.get(f"/runs/{_id(run)}/learning").text
+
+    assert [float(each) for each in re.findall(r"→ ([\d.]+)", shown)[:4]] == pytest.approx([1.78, 0.89, 0.89, 0.44])
+    images = re.findall(r'<img [^>]*src="([^"]+)"', shown)
+    assert len(images) == 4, "two of a folder below the root, the worst and the best"
+    assert client.get(images[0]).headers["content-type"] == "image/webp"
+    assert images[0].endswith("/thumbnail/320/a%20%26%20b.png")
+    assert "1 of them are not in the indexes of the run any more" in shown
+    assert re.search(r'<th scope="row" class="number">300</th>.*?>80<', shown)
+    assert f'hx-get="/runs/{_id(run)}/learning"' in client.get(f"/runs/{_id(run)}/metrics").text
 
 
 # --- runs -----------------------------------------------------------------------------------------------------------

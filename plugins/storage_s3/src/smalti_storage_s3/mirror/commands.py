@@ -140,7 +140,10 @@ def push(
     timeout: int,
     access: Access,
 ) -> None:
-    """Copy the newest checkpoint of a run to a mirror, with what a resume needs. What is there already is not sent again."""
+    """Copy the newest checkpoint of a run to a mirror, and the best ones (--keep_best), with what a resume needs.
+
+    What is there already is not sent again.
+    """
     from smalti.rundir import RunDirectory
     from smalti_storage_s3.mirror import watching
     from smalti_storage_s3.mirror.ownership import Lease
@@ -164,8 +167,10 @@ def push(
     uploaded = uploader.push_newest()
     if uploaded is None:
         raise UserError(f"{run_dir} has no complete checkpoint", fix="`smalti checkpoint verify` says why")
+    sent = [uploaded, *uploader.push_best()]
     removed = uploader.rotate()
-    click.echo(f"{uploaded.name}: complete in {lease.storage.location}, {format_bytes(uploaded.sent)} sent")
+    for each in sent:
+        click.echo(f"{each.name}: complete in {lease.storage.location}, {format_bytes(each.sent)} sent")
     for name in removed:
         click.echo(f"{name}: removed there")
 

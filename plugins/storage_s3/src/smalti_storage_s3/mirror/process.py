@@ -73,9 +73,9 @@ class UploadProcess:
         return found
 
     def finish(self, seconds: float) -> str:
-        """Wait for the upload of the newest checkpoint, at most this long; returns the name of the last one that arrived.
+        """Wait for the upload of the newest and the best, at most this long; returns the name of the last newest that arrived.
 
-        Raises UserError if the newest did not arrive in the meantime.
+        Raises UserError if one of them did not arrive in the meantime.
         """
         process = self._process
         if process is None:
@@ -92,7 +92,7 @@ class UploadProcess:
         failures = self.failures() or failures
         if process.returncode != 0:
             message, fix = failures[-1] if failures else (f"the upload ended with status {process.returncode}", "")
-            raise UserError(f"the newest checkpoint is not in the mirror: {message}", fix=fix or self.command)
+            raise UserError(f"the newest or a best checkpoint is not in the mirror: {message}", fix=fix or self.command)
         return self._uploaded
 
     def stop(self) -> None:

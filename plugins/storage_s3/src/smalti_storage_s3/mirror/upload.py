@@ -1,4 +1,4 @@
-"""Copies the newest checkpoint of a run to its mirror, with what else a resume needs, and removes old checkpoints there.
+"""Copies the newest checkpoint of a run and its best ones to its mirror, with what else a resume needs; removes old ones there.
 
 A process that is killed at any point leaves a mirror that offers the newest published checkpoint, and the next upload continues
 where it stopped. A mirror has the layout of the run directory, so a copy of all files is a run directory:
@@ -85,6 +85,7 @@ class Uploader:
     keep: int | None = None
     read_back: bool = True
     report: Callable[[str], None] = lambda _sentence: None
+    _pushed: set[str] = field(default_factory=set)
     _verified: set[str] = field(default_factory=set)
     _damaged: set[str] = field(default_factory=set)
 
@@ -98,12 +99,30 @@ class Uploader:
         Raises StorageError, CheckpointError or OSError if that is not possible now, SupersededError if a later launch writes.
         """
         for entry in reversed(CheckpointStore(self.run.checkpoints).all()):
-            if entry.manifest is None:
-                continue
-            with held(self.run.path, entry.path) as path:
-                if (found := verify(path)).ok:
-                    return self.push(path, entry)
-                self.report(f"{entry.path} is not copied: {found.problems[0]}")
+            if entry.manifest is not None and (uploaded := self._push_if_intact(entry)) is not None:
+                return uploaded
+        return None
+
+    def push_best(self) -> list[Uploaded]:
+        """Copy the best checkpoints, as many as the ranking keeps, that this object has not copied yet; newest first.
+
+        Training may have overtaken them before they were uploaded as the newest. Raises like `push_newest`; a ranking that is
+        damaged is reported.
+        """
+        try:
+            ranked, count = CheckpointStore(self.run.checkpoints).ranked()
+        except CheckpointError as error:
+            self.report(f"best checkpoints are not copied: {error.message}")
+            return []
+        best = sorted(ranked[:count], key=lambda entry: entry.step, reverse=True)
+        found = [self._push_if_intact(entry) for entry in best if entry.path.name not in self._pushed]
+        return [uploaded for uploaded in found if uploaded is not None]
+
+    def _push_if_intact(self, entry: Entry) -> Uploaded | None:
+        with held(self.run.path, entry.path) as path:
+            if (found := verify(path)).ok:
+                return self.push(path, entry)
+        self.report(f"{entry.path} is not copied: {found.problems[0]}")
         return None
 
     def push(self, path: Path, entry: Entry) -> Uploaded:
@@ -123,6 +142,7 @@ class Uploader:
                 published = self.storage.read(target.prefix + MANIFEST)
                 if published != content:
                     raise CheckpointError(f"{self.storage.location}/{target.prefix}{MANIFEST} was written by another process")
+        self._pushed.add(entry.path.name)
         return Uploaded(
             name=target.name,
             step=entry.step,

@@ -26,7 +26,7 @@ _PAUSES = (1.0, 5.0, 15.0, 30.0)
 
 
 def watch(uploader: Uploader, seconds: float) -> bool:
-    """Upload until standard input ends, then for at most `seconds`. Returns whether the newest checkpoint is in the mirror."""
+    """Upload until standard input ends, then for at most `seconds`. Returns whether the newest and the best have arrived."""
     emit("ready", number=uploader.lease.number)
     uploader.report = lambda sentence: emit("note", message=sentence)
     attempt(uploader)  # what an earlier launch has left
@@ -42,15 +42,20 @@ def watch(uploader: Uploader, seconds: float) -> bool:
 
 
 def attempt(uploader: Uploader) -> tuple[bool, bool]:
-    """Upload the newest checkpoint. Returns whether it is in the mirror, and otherwise whether another attempt can succeed."""
+    """Upload the newest checkpoint, then the best ones.
+
+    Returns whether they are in the mirror, and otherwise whether another attempt can succeed.
+    """
     try:
         uploaded = uploader.push_newest()
+        if uploaded is not None:
+            emit("uploaded", **asdict(uploaded))
+        for each in uploader.push_best():
+            emit("note", message=f"{each.name}, one of the best, is in {uploader.storage.location}")
     except (UserError, OSError) as error:
         fix = error.fix if isinstance(error, UserError) else ""
         emit("failed", message=error.message if isinstance(error, UserError) else str(error), fix=fix)
         return False, not isinstance(error, SupersededError | AccessDeniedError)
-    if uploaded is not None:
-        emit("uploaded", **asdict(uploaded))
     try:
         uploader.rotate()
     except (UserError, OSError) as error:

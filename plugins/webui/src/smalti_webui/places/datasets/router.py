@@ -86,7 +86,7 @@ def dataset(request: Request, dataset_id: str, show: Filter = "all", search: str
     own = places(request)
     found = _found(own, dataset_id)
     known = own.catalog.known(found)
-    folder, reason = _folder(own, found)
+    folder, reason = folder_of(own, found)
     listing = own.listings.of(folder, found.spec.caption_extension) if folder is not None else Listing(images=(), complete=True)
     problems = {each["key"]: each["reason"] for each in (known.scan or {}).get("quarantined", ())}
     edits = has_caption_files(found.spec)
@@ -237,7 +237,7 @@ def _found(own: Places, dataset_id: str) -> Found:
     return found
 
 
-def _folder(own: Places, found: Found) -> tuple[Path | None, str]:
+def folder_of(own: Places, found: Found) -> tuple[Path | None, str]:
     """The folder of the images, or None and why they are not shown."""
     if not is_browsable(found.spec) or found.spec.instance_data_dir is None:
         what = "a table" if found.spec.type == "local" else f"the storage {found.spec.type!r}"
@@ -256,7 +256,7 @@ def _folder(own: Places, found: Found) -> tuple[Path | None, str]:
 def _image_file(own: Places, dataset_id: str, key: str) -> tuple[Found, Path]:
     """The dataset and the image with this key. HTTPException 403 or 404 for what the page may not show."""
     found = _found(own, dataset_id)
-    folder, reason = _folder(own, found)
+    folder, reason = folder_of(own, found)
     if folder is None:
         raise HTTPException(404, reason)
     path = below_roots(own.settings, image_in(folder, key))

@@ -2,22 +2,50 @@
 
 import json
 import tomllib
+from pathlib import Path
 
 import pytest
 import yaml
 
+from smalti.config import Schema
 from smalti.config.resolution import resolve
 from smalti.config.toml import put_into
+from smalti.plugins import Selection, load_plugins, schema_of
+from smalti_cluster.jobs.accelerate import uncovered
 from support.commands import commands
 
 MINIMAL = "distributed_type: MULTI_GPU\nnum_processes: 8\nmixed_precision: 'no'\ngpu_ids: 0,1,2,3,4,5,6,7\ndebug: false\n"
 
 
 @pytest.fixture
+def data() -> Path:
+    return Path(__file__).parents[3] / "tests" / "data"
+
+
+@pytest.fixture
+def schema() -> Schema:
+    return schema_of(load_plugins(Selection(only=("toy", "trackers", "validation"))))
+
+
+@pytest.fixture
 def run(capsys, monkeypatch):
-    """run("import-accelerate", ...) -> (exit code, output, errors), with the built-in plugins."""
-    monkeypatch.setenv("SMALTI_WITHOUT", "all")
+    """run("import-accelerate", ...) -> (exit code, output, errors), with this plugin and the built-in ones."""
+    monkeypatch.setenv("SMALTI_PLUGINS", "cluster")
     return commands(capsys, "config")
+
+
+def test_what_no_option_can_say_is_told_apart_from_what_says_nothing(schema):
+    values = {
+        "distributed_type": "MULTI_GPU",
+        "gpu_ids": "1,2",
+        "rdzv_backend": "static",
+        "debug": True,
+        "tpu_env": [],
+        "same_network": False,
+        "num_processes": 2,
+    }
+    assert uncovered(values, schema) == {"gpu_ids": "1,2", "debug": True}
+    assert uncovered({**values, "num_machines": 2}, schema)["same_network"] is False
 
 
 # --- import ---------------------------------------------------------------------------------------------------------

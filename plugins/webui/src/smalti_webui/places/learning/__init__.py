@@ -1,0 +1,1 @@
+"""Which training images and noise levels a run learns."""
