@@ -234,7 +234,7 @@ def test_a_shipped_cache_keeps_the_contract(name, tmp_path, monkeypatch):
         if isinstance(cache, CacheFile):
             cache.put("key", 1)
         elif name == "compiled":
-            Path(cache.place).mkdir()
+            Path(cache.place).mkdir(parents=True)
             (Path(cache.place) / "run-1").write_text("torch")
             (Path(cache.place) / "code.so").write_bytes(b"1234")
         else:
