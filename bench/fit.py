@@ -11,7 +11,7 @@ import argparse
 import math
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -38,26 +38,44 @@ from smalti_plan.refine import rehearsed  # noqa: E402
 
 CARDS = (8, 12, 16, 24, 48, 80)
 MODELS = ("sdxl", "flux", "qwen_image")
-GOALS = ("lora", "full")
+GOALS: Mapping[str, Mapping[str, object]] = {
+    "lora": {"model_type": "lora", "lora_rank": 16},
+    "full": {"model_type": "full"},
+    "factored": {"model_type": "full", "optimizer": "adafactor", "max_grad_norm": 0},
+}
+"""What is trained, with the options of it. With the last one gradients may be released."""
 BATCH = 4
 """Effective batch of the choices."""
 HOST = 128 * 2**30
 WORLD = World(size=1, local_size=1, device="cuda")
-REHEARSED = sized((("sdxl", "lora", 8), ("sdxl", "lora", 12), ("flux", "lora", 12)), short=())
+REHEARSED: Sequence[tuple[str, str, int]] = sized(
+    (
+        *(("sdxl", "lora", each) for each in (8, 12, 24, 48, 80)),
+        *(("sdxl", "full", each) for each in (8, 12, 24, 48, 80)),
+        *(("sdxl", "factored", each) for each in (8, 12, 24, 48)),
+        *(("flux", "lora", each) for each in (8, 12, 16, 24)),
+        ("flux", "factored", 48),
+        ("qwen_image", "lora", 12),
+    ),
+    short=(),
+)
 """Configurations whose choice is rehearsed."""
 _GIB = 2**30
 _TITLES = {"sdxl": "SDXL", "flux": "FLUX.1", "qwen_image": "Qwen-Image"}
+_HEADINGS = {"lora": "LoRA", "full": "all weights", "factored": "all weights with Adafactor, no limit of the norm"}
+_TRAINED = ("full", "factored")
+"""Goals in which all weights train."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Method:
-    """A row of the table: a way by its strategy, precision of frozen weights and recomputation; of one goal, or of both."""
+    """A row of the table: a way by its strategy, precision of frozen weights and recomputation; of some goals, or of all."""
 
     title: str
     strategy: str
     recompute: Recompute = "full"
     precision: str = ""
-    goals: Sequence[str] = GOALS
+    goals: Sequence[str] = tuple(GOALS)
 
 
 METHODS = (
@@ -67,8 +85,11 @@ METHODS = (
     Method(title="recomputed, nf4 base", strategy="single", precision="nf4-torchao", goals=("lora",)),
     Method(title="base streamed", strategy="streamed", goals=("lora",)),
     Method(title="base streamed, int8", strategy="streamed", precision="int8-torchao", goals=("lora",)),
+    Method(title="recomputed, gradients released", strategy="single-released", goals=_TRAINED),
+    Method(title="recomputed, weights in bf16", strategy="single-bf16", goals=_TRAINED),
+    Method(title="recomputed, weights in bf16, gradients released", strategy="single-bf16-released", goals=_TRAINED),
     Method(title="FSDP2 offloaded, recomputed", strategy="fsdp2-offload"),
-    Method(title="ZeRO 2, optimizer offloaded, recomputed", strategy="zero-2-offload", goals=("full",)),
+    Method(title="ZeRO 2, optimizer offloaded, recomputed", strategy="zero-2-offload", goals=_TRAINED),
 )
 
 
@@ -109,13 +130,12 @@ def configuration(plugins: Plugins, model: str, goal: str) -> Config:
     """A run at 1024 pixels, of the sizes that are published; its weights and images are not there."""
     values = {
         "model_family": model,
-        "model_type": goal,
         "instance_data_dir": "/nowhere/photos",
         "output_dir": "/nowhere/run",
         "resolution": 1024,
         "max_train_steps": 10,
         "mixed_precision": "bf16",
-        **({"lora_rank": 16} if goal == "lora" else {}),
+        **GOALS[goal],
     }
     config = draft(schema_of(plugins), [f"--{name}={value}" for name, value in values.items()], environment={})
     assert not config.problems, config.problems
@@ -152,17 +172,18 @@ def page(until: float) -> str:
         "# Memory by model, method and card",
         "",
         "What fits on which card, as `smalti plan` counts it; nothing was measured on a GPU. One GPU, images of 1024 pixels,",
-        "bf16, AdamW, LoRA of rank 16; latents and texts are cached. This page is generated:",
+        "bf16, AdamW if nothing else is said, LoRA of rank 16; latents and texts are cached. This page is generated:",
         "`python bench/fit.py --tables > docs/reference/memory.md`.",
         "",
         "## Methods, one image at a time",
         "",
         "GiB that tensors need at the peak, and host memory of the node. A run fits on a card (yes), may fit (tight) or does",
         "not (no), with what CUDA and fragmentation take. Rows with * are counted by formula, the others by a rehearsal.",
+        "Formulas leave out that images are encoded before, which takes 2.6 GiB for each of a micro-batch.",
     ]
     for model in MODELS:
         for goal in GOALS:
-            lines += ["", f"### {_TITLES[model]}, {'LoRA' if goal == 'lora' else 'all weights'}", ""]
+            lines += ["", f"### {_TITLES[model]}, {_HEADINGS[goal]}", ""]
             lines += _table(
                 ("method", "peak", "host", *(f"{each} GB" for each in CARDS)), _methods(plugins, model, goal, until)
             )
@@ -205,7 +226,7 @@ def _methods(plugins: Plugins, model: str, goal: str, until: float) -> Iterator[
 def _all_ways(config: Config, plugins: Plugins, facts: ModelFacts, run: RunFacts) -> list[Choice]:
     """All ways with one image, the quantised ones too, and none with resident blocks: as on a device of no memory."""
     tiny = replace(card(80), memory=1)
-    return choices(facts, run, strategies_for(config, plugins, WORLD), tiny, WORLD)
+    return choices(facts, run, strategies_for(config, plugins, WORLD, combined=True), tiny, WORLD)
 
 
 def _on(choice: Choice, gigabytes: int) -> str:

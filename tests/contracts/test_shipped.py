@@ -224,6 +224,7 @@ CACHES = {name: entry for name, entry in registered(HookSpecs.register_caches).i
 @pytest.mark.parametrize("name", CACHES)
 def test_a_shipped_cache_keeps_the_contract(name, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
     settings = ()
     if CACHES[name].configured:
         flags = (f"--offload_param_path={tmp_path}", "--accelerate_config=none")
@@ -232,6 +233,10 @@ def test_a_shipped_cache_keeps_the_contract(name, tmp_path, monkeypatch):
     def fill(cache):
         if isinstance(cache, CacheFile):
             cache.put("key", 1)
+        elif name == "compiled":
+            Path(cache.place).mkdir(parents=True)
+            (Path(cache.place) / "run-1").write_text("torch")
+            (Path(cache.place) / "code.so").write_bytes(b"1234")
         else:
             swap = tmp_path / "zero_stage_3" / "bfloat16params" / "rank0"
             swap.mkdir(parents=True)

@@ -1,4 +1,5 @@
-"""Blocks of every family compile to whole graphs, and to few: adapted, sharded, recomputed, on a part of the tokens, in bf16.
+"""Blocks of every family compile to whole graphs, and to few: adapters or all weights, sharded, recomputed, on a part of the
+tokens, in bf16, for one size of images and for several.
 
 What is traced is what a GPU gets: torch.compile sees no attention that is the CPU's own.
 """
@@ -12,18 +13,24 @@ FAMILIES = ("auraflow", "flux", "flux2", "lumina2", "pixart", "qwen_image", "san
 WHOLE = ("lumina2", "sana", "sdxl", "z_image")
 """Their tokens cannot be split."""
 MOST = {"sdxl": 9}
-"""Graphs for one size of images; of others 4. Blocks of a U-Net differ in their widths."""
+"""Graphs for one size of images; of others 4. Residual blocks of this U-Net have seven pairs of widths: a graph each."""
+ADAPTER = ("--model_type=lora", "--lora_rank=4")
+ALL_WEIGHTS = ("--model_type=full",)
+SIZES = ((3, 2), (4, 3), (5, 4))
+"""Of images, in units of the family."""
 FLAGS = (
-    *("--use_cpu", "--num_processes=1", "--fsdp_enable", "--fsdp_activation_checkpointing", "--mixed_precision=bf16"),
-    *("--model_type=lora", "--lora_rank=4", "--dynamo_backend=eager", "--accelerate_config=none"),
+    *("--use_cpu", "--fsdp_enable", "--fsdp_activation_checkpointing", "--mixed_precision=bf16"),
+    *("--dynamo_backend=eager", "--accelerate_config=none"),
     *("--vae_dtype=fp32", "--text_encoder_dtype=fp32", "--tokenizer_max_length=23"),
 )
 _kept = {}
 """In the other process: what joins its group, which happens once."""
 
 
-def traced(folder, name, split):
-    """Graphs and breaks of one forward and backward pass, and how many blocks there are."""
+def traced(folder, name, split, flags=ADAPTER, edges=SIZES[:1]):
+    """Graphs after a forward and a backward pass for each of these sizes, breaks, and how many blocks there are; on a rank."""
+    import os
+
     import torch
     import torch.distributed as dist
     from torch._dynamo.utils import counters
@@ -38,7 +45,8 @@ def traced(folder, name, split):
     from smalti_testing.family_subject import SIZE, FamilySubject
 
     plugins = load_plugins()
-    given = (*FLAGS, f"--model_family={name}", f"--pretrained_model_name_or_path={folder}")
+    ranks = int(os.environ["WORLD_SIZE"])
+    given = (*FLAGS, *flags, f"--num_processes={ranks}", f"--model_family={name}", f"--pretrained_model_name_or_path={folder}")
     config = resolve(schema_of(plugins), given, environment={})
     plan = choose_distributed(config, plugins)
     if "parallel" not in _kept:
@@ -51,12 +59,17 @@ def traced(folder, name, split):
         split_context(model, context_plan(family, model), dist.group.WORLD, "allgather")
     model = wrap_model(config, plugins, plan, _kept["parallel"], family, model, blocks, seed=0).train()
     subject = FamilySubject(family)
-    noisy = torch.randn(subject.latents.shape)
-    conditioning = encode(family, subject.captions, [SIZE] * len(subject.captions), *subject.size)
-    with torch.autocast("cpu", torch.bfloat16):
-        family.forward(model, noisy, torch.tensor([100.0, 500.0, 900.0]), conditioning).square().mean().backward()
+    batch, channels, height, width = subject.latents.shape  # of 3 x 2 units
+    graphs = []
+    for columns, rows in edges:
+        noisy = torch.randn(batch, channels, height // 2 * rows, width // 3 * columns)
+        size = columns * family.alignment, rows * family.alignment
+        conditioning = encode(family, subject.captions, [SIZE] * batch, *size)
+        with torch.autocast("cpu", torch.bfloat16):
+            family.forward(model, noisy, torch.tensor([100.0, 500.0, 900.0]), conditioning).square().mean().backward()
+        graphs.append(counters["stats"]["unique_graphs"])
     assert any(parameter.grad is not None for parameter in model.parameters())
-    return counters["stats"]["unique_graphs"], dict(counters["graph_break"]), len(blocks)
+    return graphs, dict(counters["graph_break"]), len(blocks)
 
 
 @pytest.fixture(scope="module")
@@ -65,10 +78,37 @@ def rank():
         yield process
 
 
-@pytest.mark.parametrize("name", some(FAMILIES, "flux", "qwen_image", "sana", "sdxl"))
-def test_blocks_are_whole_graphs_and_few(rank, tmp_path, name):
+def pipeline(name, folder):
     import tiny  # here, because the other process imports this file and does not find it
 
-    [(graphs, breaks, blocks)] = rank.run(traced, getattr(tiny, name)(tmp_path), name, name not in WHOLE)
+    return getattr(tiny, name)(folder)
+
+
+@pytest.mark.parametrize("name", some(FAMILIES, "flux", "qwen_image", "sana", "sdxl"))
+def test_blocks_are_whole_graphs_and_few(rank, tmp_path, name):
+    split = name not in WHOLE
+    [(graphs, breaks, blocks)] = rank.run(traced, pipeline(name, tmp_path), name, split, edges=SIZES[: 1 if split else 3])
     assert breaks == {}
-    assert 0 < graphs <= min(blocks, MOST.get(name, 4))
+    assert 0 < graphs[0] <= min(blocks, MOST.get(name, 4))
+    if not split:
+        assert_sizes_share(graphs)
+
+
+@pytest.mark.parametrize(("name", "flags"), [("flux", ALL_WEIGHTS), ("qwen_image", ADAPTER)])
+def test_sizes_share_graphs_where_tokens_are_not_split(rank, tmp_path, name, flags):
+    [(graphs, breaks, _)] = rank.run(traced, pipeline(name, tmp_path), name, False, flags, SIZES)
+    assert breaks == {}
+    assert_sizes_share(graphs)
+
+
+def assert_sizes_share(graphs):
+    """From the second size on a graph is for all sizes."""
+    first, second, third = graphs
+    assert first <= second <= 2 * first
+    assert third == second
+
+
+def test_ranks_that_split_tokens_compile_whole_graphs(tmp_path):
+    with forked_processes(ranks=2, group=False, imports=["diffusers"]) as ranks:
+        found = ranks.run(traced, pipeline("auraflow", tmp_path), "auraflow", True, edges=((4, 2),))
+    assert [(graphs, breaks) for graphs, breaks, _ in found] == [([2], {})] * 2

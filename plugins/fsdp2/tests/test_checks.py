@@ -233,6 +233,21 @@ def test_versions_and_strategies_that_are_none_are_refused(flag, where):
 @pytest.mark.parametrize(
     ("flags", "told"),
     [
+        (("--use_cpu",), "needs NVIDIA GPUs, and use_cpu is set"),
+        (("--fsdp_version=1",), "FSDP 1 sends from memory of its own"),
+        ((), None),
+    ],
+)
+def test_symmetric_memory_is_refused_where_there_is_none(flags, told):
+    found = complaints("--num_processes=2", "--fsdp_enable", "--fsdp_symmetric_memory", *flags)
+    assert [message for message in found if "symmetric" in message or "of its own" in message] == found
+    assert len(found) == (told is not None)
+    assert told is None or told in found[0]
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
         (("--gradient_checkpointing",), "recomputed twice"),
         (("--fsdp_activation_checkpointing_mode=selective", "--fsdp_auto_wrap_policy=SIZE_BASED_WRAP"), "SIZE_BASED_WRAP"),
     ],

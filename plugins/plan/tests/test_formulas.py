@@ -57,6 +57,19 @@ def test_a_save_copies_the_average_that_an_optimizer_keeps():
     assert ways[0].resident == ways[1].resident
 
 
+def test_gradients_in_host_memory_may_be_added_up_on_the_device_before():
+    kept = replace(sharded(8), offloaded=frozenset(("state", "gradients")))
+    for micro in (1, 2):  # two micro-batches a step, and one
+        plain, summing = (counted(way, "full", micro=micro).counted for way in (kept, replace(kept, summed_bytes=4)))
+        for phase in ("backward", "step"):
+            more = summing.phases[phase].device.total - plain.phases[phase].device.total
+            assert more == 4 * MODEL.trained // 8
+        more = summing.phases["forward"].device.total - plain.phases["forward"].device.total
+        assert more == (4 * MODEL.trained // 8 if micro == 1 else 0)
+        assert summing.resident == plain.resident
+        assert summing.resident_host == plain.resident_host
+
+
 def test_gradients_count_between_steps_where_their_memory_is_kept():
     once = replace(RUN, effective_batch=8)
     kept, freed = (counted(replace(WHOLE, keeps_gradients=kept), run=once).counted for kept in (True, False))

@@ -1,10 +1,12 @@
 """The average of the weights: right, in fp32, and out of the way when it should be."""
 
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from smalti.parallel.state import ModelState
 from smalti.training.optim.ema import Ema, HostCopies
@@ -31,6 +33,36 @@ def test_an_average_of_bf16_weights_is_kept_in_fp32():
     for step in range(100_000, 100_010):
         ema.update(step)
     assert 1 < float(ema.shadows["w"][0]) < 1.0001
+
+
+class FloatsMade(TorchDispatchMode):
+    """The most bytes of new fp32 tensors that there were at a time."""
+
+    most = held = 0
+
+    def __torch_dispatch__(self, function, types, arguments=(), keywords=None):
+        made = function(*arguments, **keywords or {})
+        if function is torch.ops.aten._to_copy.default and made.dtype == torch.float32:
+            self.held += made.nbytes
+            self.most = max(self.most, self.held)
+            weakref.finalize(made.untyped_storage(), self._free, made.nbytes)
+        return made
+
+    def _free(self, size):
+        self.held -= size
+
+
+def test_an_update_copies_a_few_bf16_weights_at_a_time(monkeypatch):
+    monkeypatch.setattr("smalti.training.optim.ema._PIECE_BYTES", 1024)
+    live = {str(number): torch.randn(100, dtype=torch.bfloat16) for number in range(20)}
+    ema = Ema(live, 0.9)
+    for weight in live.values():
+        weight.add_(1)
+    expected = [torch.lerp(ema.shadows[name], weight.float(), 1 - 2 / 11) for name, weight in live.items()]
+    with FloatsMade() as made:
+        ema.update(1)
+    assert all(map(torch.equal, ema.shadows.values(), expected))
+    assert 0 < made.most <= 1024
 
 
 def test_the_model_has_its_own_weights_again_after_drawing():

@@ -305,7 +305,8 @@ class Strategy(Registered):
     `frozen` is the same for parameters that do not train. `bytes` are per parameter that trains, before it is divided.
     `offloaded` parts are in host memory; "frozen" are the parameters of blocks that do not train, but for as many GiB of them
     as the option `resident_gib` in `options` says. With "activations" the device keeps those of a few blocks. With
-    `keeps_gradients` the memory of gradients stays allocated between steps.
+    `keeps_gradients` the memory of gradients stays allocated between steps. Where they are offloaded, the device may have
+    `summed_bytes` per parameter of its part, in which they are added up from the first backward pass to the end of the step.
 
     A strategy that gathers holds `gathered` copies of its largest block in the forward pass, each of `gathered_bytes` per
     parameter, one in the backward pass, and `reduced_bytes` per parameter of a block whose gradients are being reduced. One
@@ -331,6 +332,7 @@ class Strategy(Registered):
     bytes: Mapping[Part, float] = field(default_factory=lambda: {"weights": 4, "gradients": 4, "state": 0})
     offloaded: frozenset[Part] = frozenset()
     keeps_gradients: bool = False
+    summed_bytes: float = 0
     gathered: int = 0
     gathered_bytes: float = 0
     reduced_bytes: float = 0

@@ -76,6 +76,7 @@ def _zero(stage: int, world: World, item: int, own: Document, *, offload: bool) 
         frozen=size if stage == 3 else 1,
         bytes={"weights": item, "gradients": item if stage < 2 else 4, "state": 4},
         keeps_gradients=stage == 3,
+        summed_bytes=4 if offload and stage == 2 and item == 2 else 0,  # as they are averaged in fp32
         offloaded=frozenset(("state", "gradients") if offload else ()),
         gathered=2 if stage == 3 else 0,
         gathered_bytes=item if stage == 3 else 0,

@@ -38,7 +38,7 @@ def problems(config: Config) -> list[Problem]:
         return [Problem(message="Context parallelism requires FSDP2.", where=config.source("context_parallel_size"), fix=fix)]
     if not enabled(config):
         return []
-    return config.run_checks(_sizes, _classes, _recomputation, _graphs, _beyond_version1)
+    return config.run_checks(_sizes, _classes, _recomputation, _graphs, _symmetric_memory, _beyond_version1)
 
 
 def context_parallel_problem(config: Config) -> str | None:
@@ -99,6 +99,14 @@ def _graphs(config: Config) -> list[Problem]:
     """A graph reads parameters where they were when it was recorded."""
     problem = cuda_graph_problem(config[LaunchOptions], "with FSDP: parameters are gathered into other memory in every pass")
     return [] if problem is None else [problem]
+
+
+def _symmetric_memory(config: Config) -> list[Problem]:
+    """NCCL has it, and sends nothing from host memory."""
+    if not config[FsdpOptions].fsdp_symmetric_memory or not config[LaunchOptions].use_cpu:
+        return []
+    message, fix = "fsdp_symmetric_memory needs NVIDIA GPUs, and use_cpu is set", "--no_fsdp_symmetric_memory, or --no_use_cpu"
+    return [Problem(message=message, where=config.source("fsdp_symmetric_memory"), fix=fix)]
 
 
 def _classes(config: Config) -> list[Problem]:
@@ -165,6 +173,7 @@ def _beyond_version1(config: Config) -> list[Problem]:
         ("fsdp_forward_prefetch", options.fsdp_forward_prefetch > 1, "FSDP 1 gathers no more than one block ahead"),
         ("fsdp_backward_prefetch", options.fsdp_backward_prefetch > 1, "FSDP 1 gathers no more than one block ahead"),
         ("fsdp_bf16_blocks", options.fsdp_bf16_blocks, "FSDP 1 computes under autocast"),
+        ("fsdp_symmetric_memory", options.fsdp_symmetric_memory, "FSDP 1 sends from memory of its own"),
         ("fsdp_output_dtype", options.fsdp_output_dtype != "auto", "FSDP 1 leaves the type of the output"),
         (
             "gradient_accumulation_steps",

@@ -138,6 +138,12 @@ class FsdpOptions(Options):
     fsdp_backward_prefetch: int = option(
         1, help="Blocks to gather ahead in the backward pass.", level="advanced", tradeoff="faster steps, more memory", ge=0
     )
+    fsdp_symmetric_memory: bool = option(
+        False,
+        help="Gather and reduce in symmetric memory of NCCL, on NVIDIA GPUs that are linked by NVLink.",
+        level="expert",
+        tradeoff="communication takes less of the GPU; not measured yet",
+    )
     fsdp_shard_size: int | None = option(
         None,
         help="Ranks per model replica; replicas stay synchronised. Default: one replica per node.",

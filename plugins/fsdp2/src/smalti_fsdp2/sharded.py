@@ -20,7 +20,7 @@ from smalti_fsdp2.context import context_group, split_context
 from smalti_fsdp2.load_weights import fill
 from smalti_fsdp2.options import ContextOptions, FsdpOptions
 from smalti_fsdp2.pure_blocks import compute_in_bf16
-from smalti_fsdp2.sharding import precision, prefetch, shard, shard_mesh
+from smalti_fsdp2.sharding import precision, prefetch, shard, shard_mesh, use_symmetric_memory
 from smalti_fsdp2.wrapping import units
 
 _log = logging.getLogger(__name__)
@@ -58,6 +58,8 @@ class Fsdp2Parallel(ProcessGroupParallel):
         compile_blocks(model, blocks, self.config)
         chosen = units(model, blocks, options)
         shard(model, chosen, self._mesh, options, bf16=self.bf16)
+        if options.fsdp_symmetric_memory:
+            use_symmetric_memory(model)
         self._groups = [model.get_submodule(unit.path) for unit in chosen]
         self._prefetch(model)
         fill(

@@ -73,6 +73,24 @@ def shard(model: nn.Module, chosen: Sequence[Unit], mesh: DeviceMesh, options: F
     fully_shard(model, mesh=mesh, mp_policy=policy, offload_policy=offload)
 
 
+def use_symmetric_memory(model: nn.Module) -> None:
+    """Let a sharded model send its messages from symmetric memory of NCCL, gradients as sums. *Collective*.
+
+    Raises UserError where torch has no such memory.
+    """
+    for module in model.modules():
+        if not isinstance(module, FSDPModule):
+            continue
+        module.set_force_sum_reduction_for_comms(True)  # others are not reduced so
+        try:
+            module.set_symm_mem_for_comm("NCCL")
+        except (RuntimeError, ValueError, AttributeError) as error:
+            message = f"torch cannot allocate symmetric memory of NCCL here: {error}"
+            raise UserError(
+                message, fix="--no_fsdp_symmetric_memory, or NVIDIA GPUs and a torch that is built with NCCL"
+            ) from error
+
+
 def prefetch(groups: Sequence[nn.Module], ahead: int, behind: int) -> None:
     """While one group computes, the next ones are gathered: in the order of the forward pass, and back.
 

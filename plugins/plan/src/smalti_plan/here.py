@@ -50,6 +50,11 @@ def detected(ranks: int) -> tuple[DeviceModel, int] | None:
     return _measured(ranks, on_cpu=False) if model is None else replace(model, memory=memory), free
 
 
+def device_name() -> str:
+    """The name of this node's accelerator, or "cpu". Raises UserError for a driver that hangs or fails."""
+    return str(_probed().get("name", "cpu"))
+
+
 def _probed() -> Mapping[str, object]:
     """Name and memory of the first accelerator; empty if there is none. Raises UserError for a driver that hangs or fails."""
     child = run_in_child(_PROBE, seconds=_LIMIT)

@@ -1,4 +1,4 @@
-"""The options of the planner in a launch: a limit of memory, and the forecast. Imports no torch."""
+"""The options of the planner in a launch: a limit of memory, the forecast, and compiling. Imports no torch."""
 
 from __future__ import annotations
 
@@ -42,6 +42,13 @@ class PlanOptions(Options):
         when="fit",
         level="expert",
     )
+    compile: Literal["off", "auto"] = option(
+        "off",
+        help="auto: compile the model where a run with the same model, data, strategy and accelerator has left its code on "
+        "this node, as runs with --dynamo_backend=inductor do.",
+        level="advanced",
+        tradeoff="faster steps without the minutes of a first compilation; results differ by rounding",
+    )
     memory_forecast: Literal["auto", "on", "off"] = option(
         "auto",
         help="Warn before a launch if the planner's formulas say that it does not fit into memory. auto: on accelerators.",
@@ -59,9 +66,10 @@ class PlanOptions(Options):
 
 
 def _completed(config: Config) -> Config:
-    from smalti_plan.limit.completing import completed
+    from smalti_plan import compiled
+    from smalti_plan.limit import completing
 
-    return completed(config)
+    return compiled.completed(completing.completed(config))
 
 
 GROUP = OptionGroup(name="plan", title="Memory limit and forecast", options=PlanOptions, complete=_completed)

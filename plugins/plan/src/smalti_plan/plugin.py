@@ -7,15 +7,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from smalti import CacheEntry, CommandCollector, DistributedPlan, UserError, hookimpl
+from smalti import CacheEntry, CommandCollector, DistributedPlan, RankInfo, RunState, UserError, hookimpl
 
 if TYPE_CHECKING:
-    from smalti import Config, OptionGroup, RankInfo
+    from smalti import Config, OptionGroup
     from smalti.rundir import EventWriter, RunDirectory
+    from smalti_plan.compiled import Keeping
     from smalti_plan.forecast import Forecast
 
 
 CACHES = (
+    CacheEntry(name="compiled", title="code of compiled models", factory="smalti_plan.compiled:CompiledCode"),
     CacheEntry(name="model-facts", title="counted models, of smalti plan", factory="smalti_plan.counted:facts_cache"),
     CacheEntry(name="rehearsals", title="rehearsed runs, of smalti plan", factory="smalti_plan.rehearsal.rehearse:cache"),
     CacheEntry(
@@ -29,6 +31,7 @@ class Plan:
 
     def __init__(self) -> None:
         self._forecast: Forecast | None = None
+        self._keeping: Keeping | None = None
 
     @hookimpl
     def declare_options(self) -> list[OptionGroup]:
@@ -57,6 +60,10 @@ class Plan:
 
             kept = Kept.of(config[PlanOptions].fit_choice)
             notices = [] if kept is None else [kept.line(config)]
+        if config[PlanOptions].compile == "auto":
+            from smalti_plan.compiled import notice
+
+            notices += filter(None, [notice(config)])
         choice = config[PlanOptions].memory_forecast
         if choice == "off" or (choice == "auto" and kind == "cpu"):
             return notices
@@ -64,6 +71,23 @@ class Plan:
 
         self._forecast = forecast_of(config, plan, kind)
         return notices if self._forecast is None else [*notices, *self._forecast.notices]
+
+    @hookimpl
+    def on_rank_start(self, state: RunState, info: RankInfo) -> None:
+        from smalti.config import LaunchOptions
+        from smalti_plan.compiled import BACKEND, Keeping
+
+        self._keeping = None
+        if info.config[LaunchOptions].dynamo_backend == BACKEND:
+            from smalti_plan.probe import accelerator
+
+            name = "cpu" if info.world.device.startswith("cpu") else str(accelerator().get("name"))
+            self._keeping = Keeping(info.config, name, notes=info.world.is_main)
+
+    @hookimpl
+    def on_step_end(self) -> None:
+        if self._keeping is not None:
+            self._keeping.step()
 
     @hookimpl
     def on_launch_end(self, directory: RunDirectory, events: EventWriter) -> list[str]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 
 
-def _accelerator() -> dict[str, object]:
+def accelerator() -> dict[str, object]:
+    """Its name, and its memory and free memory in bytes; empty without one."""
     import torch
 
     device = torch.accelerator.current_accelerator(check_available=True)
@@ -19,4 +20,4 @@ def _accelerator() -> dict[str, object]:
 
 
 if __name__ == "__main__":
-    print(json.dumps(_accelerator()))
+    print(json.dumps(accelerator()))

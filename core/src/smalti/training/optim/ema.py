@@ -118,9 +118,8 @@ class Ema:
             self._copies.follow()
             self._running = self._thread.submit(self._copies.average, shadows, live, 1 - decay)
             return
-        if any(parameter.dtype != torch.float32 or parameter.device != shadows[0].device for parameter in live):
-            live = [parameter.to(shadows[0].device, torch.float32) for parameter in live]
-        torch._foreach_lerp_(shadows, live, 1 - decay)
+        for group in grouped([shadow.nbytes for shadow in shadows]):  # what is copied to fp32 or here goes before the next
+            _move(shadows, None, group, [live[number].to(shadows[number].device) for number in group], 1 - decay)
 
     def wait(self, seconds: float | None = None) -> bool:
         """Until an update under way has come to its end; whether it did in this time. Raises what has made it fail."""

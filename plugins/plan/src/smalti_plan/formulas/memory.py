@@ -88,8 +88,13 @@ class _Formula:
     def buffers(self) -> int:
         return int(min(self.strategy.buffers, self.strategy.buffers_per_parameter * self.model.trained))
 
+    @property
+    def summed(self) -> int:
+        """Bytes on the device in which gradients are added up that are kept in host memory."""
+        return int(self.model.trained * self.strategy.summed_bytes / self.strategy.divided.get("gradients", 1))
+
     def moments(self, resident: MemoryParts) -> dict[str, MemoryParts]:
-        gradients = 0 if "gradients" in self.strategy.offloaded else self.held["gradients"]
+        gradients = self.summed if "gradients" in self.strategy.offloaded else self.held["gradients"]
         forward = replace(
             resident,
             activations=self.kept(),
@@ -114,7 +119,8 @@ class _Formula:
         inputs, copied, done = self.inputs(), self.copies(whole=True), 0
         for block in reversed(blocks):
             done += block.trained
-            share = 1.0 if self.run.releases_gradients else done / max(1, model.trained)
+            at_once = self.run.releases_gradients or self.strategy.summed_bytes
+            share = 1.0 if at_once else done / max(1, model.trained)
             growing = max(forward.gradients, int(gradients * share))
             own = self.copied_of(block)
             transient = self.batch * _transient(block, self.candidate.recompute) + self.strategy.reduced_bytes * block.trained
