@@ -1,4 +1,4 @@
-"""Runs of LoKr, LoHa and DoRA: resumed from one process in replicas, in shards, under ZeRO 3, and over a streamed base."""
+"""Runs of LoKr, LoHa and DoRA, which has two rates: resumed in replicas, in shards, under ZeRO 3, and over a streamed base."""
 
 import json
 import shutil
@@ -16,7 +16,7 @@ OPTIONS = {
     "checkpoint_step_interval": 1,
     "validation_step_interval": 0,
 }
-KINDS = {"dora": {}, "lokr": {"lokr_factor": 4, "lora_rank_pattern": "to_k=2"}, "loha": {}}
+KINDS = {"dora": {"loraplus_lr_ratio": 4}, "lokr": {"lokr_factor": 4, "lora_rank_pattern": "to_k=2"}, "loha": {}}
 ZERO3 = json.dumps({"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}})
 STRATEGIES = {
     "replicas": {},
@@ -51,4 +51,6 @@ def test_the_second_step_of_one_process_is_that_of_two(first, train, strategy, t
     code, output = train(tmp_path / "run", **options | SEVERAL | STRATEGIES[strategy])
     assert (code, "at step 1" in output) == (0, True), output
     before, one, other = tensors(run, 1), tensors(run, 2), tensors(tmp_path / "run", 2)
+    rates = {name: float(each.abs().max()) for name, each in before.items() if ".lora_B." in name}  # from zero, in one step
+    assert all(rate == pytest.approx(4 * 5e-2, rel=1e-3) for rate in rates.values())
     assert apart(one, before) > 20 * apart(one, other)

@@ -47,6 +47,7 @@ def _kind(config: Config) -> list[Problem]:
     if options.lora_kind in ("lokr", "loha"):
         lacking = {
             "lora_dropout": (options.lora_dropout > 0, f"{kind} has no dropout"),
+            "loraplus_lr_ratio": (options.loraplus_lr_ratio != 1, f"the matrices of a {kind} have one learning rate"),
             "use_rslora": (options.use_rslora, f"the scale of a {kind} is alpha / rank"),
             "assistant_lora": (options.assistant_lora is not None, f"an assistant is not supported beside a {kind}"),
         }

@@ -172,6 +172,13 @@ class LoraOptions(Options):
         when="model_type == lora",
         aliases=["lora_init_type"],
     )
+    loraplus_lr_ratio: float = option(
+        1.0,
+        help="Learning rate of the second matrix of a LoRA or DoRA over that of the first: LoRA+, whose authors use 16.",
+        level="advanced",
+        when="model_type == lora",
+        gt=0,
+    )
     lora_base_dtype: FrozenType = option(
         "auto",
         help="Dtype of the frozen weights. auto: the compute precision of the run.",

@@ -214,6 +214,9 @@ class PipelineFamily(ModelFamily):
         prediction: Tensor = model(**self.inputs(noisy, timesteps, conditioning), return_dict=False)[0]
         return self.outputs(prediction, noisy)
 
+    def rate_ratio(self, name: str) -> float:
+        return self.lora.rate_ratio if self.lora is not None and ".lora_B." in name else 1.0
+
     def block_classes(self) -> tuple[str, ...]:
         return self.blocks
 

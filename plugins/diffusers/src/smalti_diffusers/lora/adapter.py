@@ -45,6 +45,8 @@ class Lora:
     factors: tuple[tuple[str, int], ...] = ()
     full: bool = False
     init: Literal["kaiming", "gaussian"] = "kaiming"
+    rate_ratio: float = 1.0
+    """What the learning rate of lora_B is multiplied by: LoRA+ (Hayou et al. 2024)."""
 
 
 @dataclass(frozen=True, kw_only=True)

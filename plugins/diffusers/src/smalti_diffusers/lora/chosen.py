@@ -34,6 +34,7 @@ def chosen_adapter(config: Config | None, targets: tuple[str, ...]) -> Lora | No
         factors=tuple((name, int(factor)) for name, factor in factors),
         full=options.lokr_full and options.lora_kind == "lokr",
         init=options.lora_init,
+        rate_ratio=options.loraplus_lr_ratio,
     )
 
 
