@@ -54,6 +54,7 @@ def check(file: Path, model: str | None, as_json: bool) -> None:
         "rank": header.rank,
         "alpha": header.alpha,
         "text_encoder_layers": header.text_layers,
+        "tlora": header.timed,
         "tools": readers(header, place.family),
     }
     if as_json:
@@ -63,6 +64,8 @@ def check(file: Path, model: str | None, as_json: bool) -> None:
     click.echo(f"{header.path}: {TITLES[header.kind]} {rank}, {counted(len(found.layers), 'layer')} of {place.source}")
     if header.text_layers:
         click.echo(f"note: {counted(header.text_layers, 'layer')} of text encoders, which smalti does not use")
+    if header.timed is not None:
+        click.echo("note: a T-LoRA, whose ranks follow the noise level in smalti; other tools use all of them always")
     for tool, answer in readers(header, place.family).items():
         click.echo(f"{tool:<10} {answer}")
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +18,7 @@ from smalti import UserError
 from smalti_diffusers.lora.assistant import ASSISTANT, activate, attach_assistant
 from smalti_diffusers.lora.kinds import ADAPTER, parted
 from smalti_diffusers.lora.reading import AdapterFile
-from smalti_diffusers.options import Kind
+from smalti_diffusers.options import Init, Kind
 
 _NAMES = "--lora_targets=NAME,..., such as to_q,to_k,to_v"
 
@@ -44,9 +44,12 @@ class Lora:
     factor: int = -1
     factors: tuple[tuple[str, int], ...] = ()
     full: bool = False
-    init: Literal["kaiming", "gaussian"] = "kaiming"
+    init: Init = "kaiming"
     rate_ratio: float = 1.0
     """What the learning rate of lora_B is multiplied by: LoRA+ (Hayou et al. 2024)."""
+    least: int | None = None
+    """The active ranks at pure noise; None if all are active always. See `timed`."""
+    exponent: float = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -44,6 +44,8 @@ class HeldAdapter:
 
     kind: Kind
     layers: Mapping[str, Mapping[str, Tensor]]
+    timed: tuple[int, float] | None = None
+    """As in `AdapterHeader`."""
 
     @property
     def rank(self) -> int:
@@ -134,7 +136,7 @@ def held(file: AdapterFile) -> HeldAdapter:
             scaled = "lokr_w1" if kind == "lokr" else "hada_w1_a"
             parts[scaled] = parts[scaled] * scale
         layers[layer] = parts
-    return HeldAdapter(kind=kind, layers=layers)
+    return HeldAdapter(kind=kind, layers=layers, timed=file.header.timed)
 
 
 def merged(adapters: Sequence[HeldAdapter], strengths: Sequence[float]) -> HeldAdapter:
@@ -217,7 +219,9 @@ def write(adapter: HeldAdapter, model: AdaptedModel, target: Path, format: str |
             "a DoRA for ComfyUI needs the weights of its base, which are not read here",
             fix="`smalti checkpoint export --format=comfyui` of the run, or another --format",
         )
-    said = {"kind": adapter.kind, "rank": adapter.rank, "alpha": float(adapter.rank)}
+    said: dict[str, object] = {"kind": adapter.kind, "rank": adapter.rank, "alpha": float(adapter.rank)}
+    if adapter.timed is not None:
+        said["timed"] = dict(zip(("least", "exponent"), adapter.timed, strict=True))
     trained = cast(TrainedWeights, _Held(adapter))
 
     def fill(folder: Path) -> dict[str, object]:
