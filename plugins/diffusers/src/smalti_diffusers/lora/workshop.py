@@ -78,11 +78,7 @@ def _models(model: str | None) -> Iterator[AdaptedModel]:
         folder = Path(model).expanduser()
         if not (folder / INDEX).is_file():
             raise UserError(f"{model} is neither a family nor the folder of a pipeline", fix=f"one of {', '.join(FLAVOURS)}")
-        components = Components(folder)
-        names = [name for name in FLAVOURS if components.pipeline in _pipelines(name)]
-        if not names:
-            raise UserError(f"{model} is a {components.pipeline}, which is of no family here", fix="name another pipeline")
-        yield _described(names[0], components, model)
+        yield described(Components(folder), model)
         return
     for name in FLAVOURS if model is None else (model,):
         for flavour, components in _shipped(name).items():
@@ -104,6 +100,14 @@ def _class(family: str) -> type[PipelineFamily]:
 def _pipelines(family: str) -> set[str]:
     """The classes of pipelines of a family."""
     return {each.pipeline for each in _shipped(family).values()} | {*_class(family).former_names}
+
+
+def described(components: Components, source: str) -> AdaptedModel:
+    """The trained part of a pipeline, without weights. Raises UserError for one of no family here."""
+    names = [name for name in FLAVOURS if components.pipeline in _pipelines(name)]
+    if not names:
+        raise UserError(f"{source} is a {components.pipeline}, which is of no family here", fix="name another pipeline")
+    return _described(names[0], components, source)
 
 
 def _described(family: str, components: Components, source: str) -> AdaptedModel:
