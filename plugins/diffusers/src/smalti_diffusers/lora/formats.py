@@ -222,14 +222,14 @@ def lengths(
                 raise UserError(
                     f"the lengths of {member} need the weights of its base", fix="--format=diffusers or --format=peft"
                 )
-            weight = base.get(f"{member}.weight").float()
+            weight = base.get(f"{member}.weight").double()
             norms = row_norms(weight)
             if layer is not None:
-                parts = adapter.tensors(layer)
+                parts = {part: each.double() for part, each in adapter.tensors(layer).items()}
                 changes = change(parts, layer.scale, weight.shape)
                 norms = norms * parts[MAGNITUDE].flatten() / row_norms(weight + changes)
             found.append(norms)
-        return by_row(torch.cat(found), dimensions).contiguous()
+        return by_row(torch.cat(found), dimensions).float().contiguous()
 
     rows = sum(adapter.sizes[each] for each in members)
     return Computed(shape=(rows, *(1,) * (dimensions - 1)), compute=compute)
