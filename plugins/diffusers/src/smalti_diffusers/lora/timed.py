@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -87,4 +87,4 @@ def noise_level(family: PipelineFamily) -> Callable[[Tensor], Tensor]:
 
 def _timestep(inputs: Mapping[str, Any]) -> Tensor:
     """As diffusers' models name it."""
-    return cast(Tensor, torch.as_tensor(inputs["timestep"] if "timestep" in inputs else inputs["t"]))
+    return torch.as_tensor(inputs["timestep"] if "timestep" in inputs else inputs["t"])
