@@ -166,10 +166,10 @@ def adapted_layers(model: nn.Module, targets: Sequence[str], option: str = "lora
         names = [name for name in modules if name == target or (plain and name.endswith(f".{target}"))]
         if not names and target in classes:
             owners = [f"{name}." for name, module in modules.items() if type(module).__name__ == target]
-            names = [name for name, module in modules.items() if name.startswith(tuple(owners)) and _fits(module)]
+            names = [name for name, module in modules.items() if name.startswith(tuple(owners)) and fits(module)]
         if not plain:
             end = _expression(target, option)
-            names = [name for name, module in modules.items() if end.fullmatch(name) and _fits(module)]
+            names = [name for name, module in modules.items() if end.fullmatch(name) and fits(module)]
         found |= dict.fromkeys(names)
         lost += [] if names else [target]
     if lost:
@@ -185,7 +185,8 @@ def _expression(target: str, option: str) -> re.Pattern[str]:
         raise UserError(f"{target} in {option} is not a regular expression: {error}", fix=_NAMES) from None
 
 
-def _fits(module: nn.Module) -> bool:
+def fits(module: nn.Module) -> bool:
+    """Whether it is a layer that gets adapters: a linear one, or a convolution without groups."""
     return isinstance(module, nn.Linear) or (isinstance(module, nn.Conv2d) and module.groups == 1)
 
 

@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from smalti import UserError
-from smalti_diffusers.lora.adapter import adapted_layers
+from smalti_diffusers.lora.adapter import adapted_layers, fits
 from smalti_diffusers.lora.workshop import AdaptedModel, HeldAdapter, described
 from smalti_diffusers.sources.components import Components, PartWeights
 from smalti_diffusers.sources.model_file import ModelFile
@@ -58,10 +58,12 @@ def _compare(changed: Components, base: Components, place: AdaptedModel, full: s
             f"{full} has a {changed.kind(place.part)}, and {place.source} a {base.kind(place.part)}",
             fix="--base=PIPELINE that the model was trained from",
         )
-    names = set(base.weights(place.part).names())
-    if lost := sorted(names - set(changed.weights(place.part).names())):
+    ours, theirs = base.weights(place.part), changed.weights(place.part)
+    there = set(theirs.names())
+    lost = [name for name in ours.names() if name not in there or ours.stored(name).shape != theirs.stored(name).shape]
+    if lost:
         raise UserError(
-            f"{full} lacks {len(lost)} tensors of {place.source}, such as {lost[0]}",
+            f"{full} lacks {len(lost)} tensors of {place.source}, or has them in other shapes, such as {lost[0]}",
             fix="name the complete model, and the pipeline that it was trained from as --base",
         )
 
@@ -87,15 +89,14 @@ def extracted(
     missing: dict[str, float] = {}
     total: dict[str, float] = {}
     left: dict[str, float] = {}
-    for name in sorted(place.model.state_dict()):
+    for name in sorted(place.model.state_dict().keys() & set(base.names())):
         change = full.get(name).to(device, torch.float64) - base.get(name).to(device, torch.float64)
         size = float(change.square().sum())
         if not size:
             continue
         layer, _, own = name.rpartition(".")
         module = place.model.get_submodule(layer)
-        fits = isinstance(module, nn.Linear) or (isinstance(module, nn.Conv2d) and module.groups == 1)
-        if own != "weight" or not fits or (chosen is not None and layer not in chosen):
+        if own != "weight" or not fits(module) or (chosen is not None and layer not in chosen):
             left[name] = size**0.5
             continue
         layers[layer], kept = _decomposed(change, rank, energy)
