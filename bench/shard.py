@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from smalti.config import OptimizerOptions
 from smalti.config.resolution import resolve
 from smalti.hookspecs import HookSpecs
 from smalti.parallel.devices import native_bf16
@@ -32,7 +33,7 @@ from smalti.plugins.lookup import choose_distributed
 from smalti.plugins.schema import schema_of
 from smalti.training.build_run import build_model, build_optimizer, open_parallel
 from smalti.training.optim.ema import Ema
-from smalti.training.optim.optimizers import matrices
+from smalti.training.optim.optimizers import matrices, parameter_groups
 from smalti_toy.family import ToyFamily, ToyShape
 
 HERE = Path(__file__).parent
@@ -130,7 +131,8 @@ class Subject:
             HookSpecs.wrap_model, model=bare, family=self.family, blocks=blocks, parallel=self.parallel, weights=weights
         )
         assert model is not None
-        optimizer = build_optimizer(config, plugins, self.parallel, model, decayed)
+        groups = parameter_groups(self.parallel.unwrap(model), config[OptimizerOptions].adam_weight_decay, decayed)
+        optimizer = build_optimizer(config, plugins, model, groups)
         self.model, self.optimizer = self.parallel.setup(model, optimizer)
         self.ema = Ema(dict(self.parallel.unwrap(self.model).named_parameters()), 0.99)
         self.images = torch.randn(BATCH, 3, SIZE, SIZE)

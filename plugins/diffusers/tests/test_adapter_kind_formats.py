@@ -12,6 +12,7 @@ from smalti_diffusers.lora.adapter import adapter_scales
 from smalti_diffusers.lora.formats import kohya_name, original_layers
 from smalti_diffusers.lora.header import AdapterHeader
 from smalti_diffusers.lora.kinds import changed, parted
+from smalti_diffusers.lora.readers import readers
 from smalti_diffusers.lora.shapes import factorised
 from support.whole import some
 
@@ -42,9 +43,9 @@ def adapter(tmp_path_factory):
 
 
 def bases(made):
-    """The weights of the layers that have an adapter, without it."""
+    """The weights of the layers that have an adapter, without it, in fp64: what is compared is the file alone."""
     found = made.subject.family.base_weights(0)
-    return {layer: found.get(f"{layer}.weight").float() for layer in adapter_scales(made.model)}
+    return {layer: found.get(f"{layer}.weight").double() for layer in adapter_scales(made.model)}
 
 
 def expected(made):
@@ -52,7 +53,7 @@ def expected(made):
     parts, scales = {}, adapter_scales(made.model)
     for name, parameter in made.model.named_parameters():
         if place := parted(name):
-            parts.setdefault(place[0], {})[place[1]] = parameter.detach()
+            parts.setdefault(place[0], {})[place[1]] = parameter.detach().double()
     return {layer: changed(weight, parts[layer], scales[layer]) for layer, weight in bases(made).items()}
 
 
@@ -64,7 +65,8 @@ def read(weight, file, name, *, comfyui):
     """What ComfyUI, or LyCORIS in kohya's tools, make of a weight."""
 
     def get(part):
-        return file.get(f"{name}.{part}")
+        tensor = file.get(f"{name}.{part}")
+        return None if tensor is None else tensor.double()
 
     alpha, rank = get("alpha"), None
     lengths = get("dora_scale")
@@ -87,10 +89,10 @@ def read(weight, file, name, *, comfyui):
         product, rank = up.flatten(1) @ down.flatten(1), len(down)
     scale = float(alpha) / rank if alpha is not None and rank is not None else 1.0
     new = weight + scale * product.reshape(weight.shape)
-    if lengths is None:
-        return new
-    assert lengths.shape == norms(weight).shape
-    return new * (lengths / norms(weight if comfyui else new))
+    if lengths is not None:
+        assert lengths.shape == norms(weight).shape
+        new = new * (lengths / norms(weight if comfyui else new))
+    return new.to(weight.dtype)
 
 
 CARRIED = [
@@ -123,7 +125,7 @@ def test_readers_change_each_weight_as_the_run_did(adapter, tmp_path, name, kind
         whole = torch.cat([before.get(each, torch.zeros_like(before[members[0]])) for each in members])
         written = f"transformer.{original}" if own_names else kohya_name(original)
         found = read(whole, file, written, comfyui=comfyui)
-        torch.testing.assert_close(found, torch.cat([wanted[each] for each in members]), atol=2e-6, rtol=1e-5)
+        torch.testing.assert_close(found, torch.cat([wanted[each] for each in members]), atol=1e-6, rtol=0)
         compared.update(members)
     assert compared == wanted.keys()
 
@@ -179,6 +181,49 @@ def test_a_run_starts_with_them(adapter, tmp_path, kind, format):
     torch.testing.assert_close(found.predict(found.model), made.predict(made.model), atol=1e-4, rtol=1e-4)
 
 
+LAYOUTS = {
+    "LyCORIS": lambda layer: f"lycoris_{layer.replace('.', '_')}",
+    "kohya's tools": kohya_name,
+    "OneTrainer": lambda layer: f"lora_transformer_{layer.replace('.', '_')}",
+    "ai-toolkit": lambda layer: f"diffusion_model.{layer}",
+}
+"""How trainers name the layers of a model that they have from diffusers; the parts of a layer are named as by LyCORIS."""
+
+
+def renamed(made, folder, name):
+    """The file of kohya's format with other names of layers; an alpha beside two full matrices means nothing."""
+    file, found = tensors(made.export(folder, format="kohya")), {}
+    for layer in expected(made):
+        parts = {key.removeprefix(f"{kohya_name(layer)}."): each for key, each in file.items()}
+        parts = {part: each for part, each in parts.items() if not part.startswith("lora_unet_")}
+        if "alpha" not in parts:
+            parts["alpha"] = torch.tensor(9999999999.0)
+        found |= {f"{name(layer)}.{part}": each for part, each in parts.items()}
+    return found
+
+
+@pytest.mark.parametrize("kind", ["dora", "lokr", "lokr full", "loha"])
+@pytest.mark.parametrize("tool", LAYOUTS)
+def test_the_kinds_are_read_under_the_names_of_other_trainers(adapter, tmp_path, tool, kind):
+    made, path = adapter("z_image", kind), tmp_path / "other.safetensors"
+    save_file(renamed(made, tmp_path / "style", LAYOUTS[tool]), path)
+    found = started(made, path, *(flag for flag in KINDS[kind] if "pattern" in flag))
+    assert found.subject.family.lora.kind == made.subject.family.lora.kind
+    torch.testing.assert_close(found.predict(found.model), made.predict(made.model), atol=1e-4, rtol=1e-4)
+    assert readers(AdapterHeader(path), "z_image")["ComfyUI"].startswith("reads it") == (tool == "ai-toolkit")
+
+
+def test_lengths_of_columns_are_not_taken_for_those_of_rows(adapter, tmp_path):
+    """Of a layer with as many inputs as outputs, where the number of them does not tell."""
+    made, path = adapter("z_image", "dora"), tmp_path / "columns.safetensors"
+    file = renamed(made, tmp_path / "style", kohya_name)
+    square = next(layer for layer, weight in expected(made).items() if weight.shape[0] == weight.shape[1])
+    file[f"{kohya_name(square)}.dora_scale"] = file[f"{kohya_name(square)}.dora_scale"].T.contiguous()
+    save_file(file, path)
+    with pytest.raises(UserError, match="a length for each input"):
+        started(made, path, "--lora_rank_pattern=to_k=2")
+
+
 def test_a_dora_starts_as_the_lora_in_a_file(adapter, tmp_path):
     made = adapter("sdxl", "rslora")
     found = started(made, made.export(tmp_path / "style"), CONVOLUTIONS, "--lora_kind=dora")
@@ -227,7 +272,7 @@ def test_layers_with_factors_of_their_own_are_written_for_comfyui_alone(tmp_path
     file = tensors(made.export(tmp_path / "other", format="comfyui"))
     for layer, weight in expected(made).items():
         found = read(bases(made)[layer], file, f"transformer.{layer}", comfyui=True)
-        torch.testing.assert_close(found, weight, atol=2e-6, rtol=1e-5)
+        torch.testing.assert_close(found, weight, atol=1e-6, rtol=0)
 
 
 @pytest.mark.parametrize(

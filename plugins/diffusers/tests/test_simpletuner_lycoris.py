@@ -11,6 +11,7 @@ import tiny
 from test_simpletuner_files import EVERYWHERE, OF_SOME, dry_run  # noqa: F401  # a fixture
 
 from smalti.checkpoint.format.safetensors_reader import TensorFiles
+from smalti_migrate.simpletuner.lycoris import adapter_kind
 from support.images import images_in
 from support.warm_processes import warm_processes
 
@@ -57,6 +58,19 @@ def example(family, settings, **more):
     values = {**EVERYWHERE, **OF_SOME, "model_family": family, "lora_type": "lycoris", "lycoris_config": "lycoris_config.json"}
     del values["base_model_precision"]  # whether torchao is installed is another matter
     return values | more
+
+
+def test_a_t_lora_keeps_its_schedule_of_ranks():
+    settings = {"algo": "tlora", "multiplier": 1.0, "linear_dim": 64, "linear_alpha": 32, "tlora_alpha": 2.0}
+    found = adapter_kind("lycoris", {"lycoris_config": settings, "model_family": "sdxl"})
+    assert found == {
+        "lora_kind": "lora",
+        "lora_dropout": 0.0,
+        "lora_rank": 64,
+        "lora_alpha": 32,
+        "tlora_min_rank": 1,
+        "tlora_alpha": 2.0,
+    }
 
 
 def test_these_are_all():

@@ -63,6 +63,18 @@ def test_so_is_one_that_began_resident_with_part_of_the_blocks_streamed_after_re
     assert_alike(directory, resident, STEPS)
 
 
+@pytest.mark.parametrize(("kind", "precision"), [("dora", "no_change"), ("lokr", "int8-rowwise"), ("loha", "int8-rowwise")])
+def test_so_are_those_of_other_kinds_of_adapters_over_a_quantised_base_too(train, kind, precision):
+    """But a DoRA, which goes with no quantised base."""
+    common = {"lora_kind": kind, "base_model_precision": precision, "num_processes": 1, "validation_step_interval": 0}
+    directories = []
+    for streamed in (False, True):
+        code, output, directory = train(f"{kind}-{streamed}", **common, max_train_steps=2, stream_base=streamed)
+        assert code == 0, output
+        directories.append(directory)
+    assert_alike(*directories, 2)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

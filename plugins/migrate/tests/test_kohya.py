@@ -321,6 +321,25 @@ def test_lora_of_convolutions_is_said_to_be_of_sdxl_only(imported, family):
     assert "LoRA of convolutions" in left["train.toml: network_args conv_dim"].why
 
 
+@pytest.mark.parametrize(
+    ("arguments", "ratio"),
+    [
+        ("loraplus_lr_ratio=16", 16),
+        ("loraplus_lr_ratio=16', 'loraplus_unet_lr_ratio=4", 4),
+        ("loraplus_lr_ratio=0", None),
+        ("loraplus_text_encoder_lr_ratio=2", None),
+    ],
+)
+def test_the_ratio_of_rates_of_lora_plus_is_that_of_the_model(imported, arguments, ratio):
+    values, left, _ = imported({"train.toml": f"network_dim=4\nnetwork_module='networks.lora'\nnetwork_args=['{arguments}']"})
+    assert values.get("loraplus_lr_ratio") == ratio
+    assert not any("loraplus" in place for place in left)
+    preset = {**PRESET, **dict(each.split("=") for each in arguments.split("', '"))}
+    values, left, _ = imported({"preset.json": json.dumps(preset)})
+    assert values.get("loraplus_lr_ratio") == ratio
+    assert not any("loraplus" in place for place in left)
+
+
 def test_one_caption_dropout_of_all_datasets_is_the_option(imported):
     data = "[general]\ncaption_dropout_rate = 0.3\n[[datasets]]\n[[datasets.subsets]]\nimage_dir = 'a'"
     values, left, _ = imported({"train.toml": TRAIN, "dataset.toml": data})

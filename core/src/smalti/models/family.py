@@ -140,6 +140,10 @@ class ModelFamily:
         """The weights to start from, by default random ones. `seed` matters only for those. The same on every rank."""
         return SeededWeights(self.build_model, seed)
 
+    def rate_ratio(self, name: str) -> float:
+        """What the learning rate is multiplied by for the trained parameter of this name in the built model."""
+        return 1.0
+
     def block_classes(self) -> tuple[str, ...]:
         """Class names of the repeated blocks, which are sharded, recomputed and compiled. Empty: they are detected."""
         return ()

@@ -190,9 +190,8 @@ def check_names(model: nn.Module, weights: Weights) -> None:
     known = set(weights.names())
     missing = [name for name, _ in model.named_parameters() if name not in known]
     if missing:
-        some = ", ".join(missing[:3])
         raise UserError(
-            f"the weights lack {len(missing)} parameters of the model, such as {some}",
+            f"the weights lack {len(missing)} parameters of the model, such as {', '.join(missing[:3])}",
             fix="these are weights of another model, or only a part of it",
         )
 

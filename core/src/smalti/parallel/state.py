@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Self
+from typing import Self, cast
 
 import torch
 from torch import Tensor, nn
@@ -211,9 +211,7 @@ def param_groups_of(optimizer: torch.optim.Optimizer, parameters: Mapping[str, T
 
 
 def fill_optimizer_state(
-    optimizer: torch.optim.Optimizer,
-    parameters: Mapping[str, Tensor],
-    state: Mapping[str, Mapping[str, Tensor]],
+    optimizer: torch.optim.Optimizer, parameters: Mapping[str, Tensor], state: Mapping[str, Mapping[str, Tensor]]
 ) -> None:
     """Replace the tensors of an optimizer's state. They are moved to where the optimizer wants them, else taken as they are."""
     optimized = _optimized(optimizer, parameters)
@@ -253,15 +251,14 @@ def regrouped(saved: list[dict[str, object]], own: list[dict[str, object]]) -> l
     """Saved parameter groups for an optimizer that has its parameters in other groups, `own`.
 
     What was saved, if there are as many groups or none to compare with. Else its own hyper-parameters, and what was saved per
-    parameter: that does not depend on the groups.
+    parameter, which does not depend on the groups, or was counted in the first group: a group has no such key at first.
     """
     if not own or len(saved) == len(own):
         return saved
-    values: dict[str, object] = {}
-    for group in saved:
-        if isinstance(kept := group.get(_VALUES), dict):
-            values |= kept
-    plain = [{key: value for key, value in group.items() if key != _VALUES} for group in own]
+    kept = (cast(dict[str, object], group.get(_VALUES, {})) for group in saved)
+    values = {name: value for each in kept for name, value in each.items()}
+    counted = {key: value for group in saved[:1] for key, value in group.items() if key != _VALUES}
+    plain = [counted | {key: value for key, value in group.items() if key != _VALUES} for group in own]
     return [plain[0] | {_VALUES: values}, *plain[1:]] if values else plain
 
 

@@ -8,13 +8,13 @@ from __future__ import annotations
 import json
 import logging
 import sys
-from collections.abc import Collection
 from contextlib import ExitStack
 from functools import partial
 from typing import cast
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from smalti.checkpoint import CheckpointStore, Saver
 from smalti.config import Config, DataOptions, ModelOptions, OptimizerOptions, RunOptions, TrainingOptions
@@ -114,13 +114,12 @@ def compare_ranks(context: Context) -> None:
     read = filter(None, (work.inputs for work in context.periodic))
     mine = "; ".join((f"config {context.config.digest}", *read, *context.plugins.versions))
     everyone = context.parallel.all_gather_text(mine)
-    different = [rank for rank, other in enumerate(everyone) if other != everyone[0]]
-    if different:
-        other = different[0]
-        raise UserError(
-            f"rank {other} differs from rank 0:\n    rank 0: {everyone[0]}\n    rank {other}: {everyone[other]}",
-            fix="install the same packages and give the same configuration on every machine",
-        )
+    for rank, other in enumerate(everyone):
+        if other != everyone[0]:
+            raise UserError(
+                f"rank {rank} differs from rank 0:\n    rank 0: {everyone[0]}\n    rank {rank}: {other}",
+                fix="install the same packages and give the same configuration on every machine",
+            )
 
 
 def ownership_of(context: Context) -> Ownership:
@@ -184,7 +183,8 @@ def assemble(
     model_config = config_of(bare) if adapter is None else ""
     (parameters, trainable), decayed = parameter_counts(bare), matrices(bare)
     model = wrap_model(config, plugins, plan, parallel, family, bare, blocks, seed, weights)
-    model, optimizer = parallel.setup(model, build_optimizer(config, plugins, parallel, model, decayed))
+    groups = parameter_groups(parallel.unwrap(model), config[OptimizerOptions].adam_weight_decay, decayed, family.rate_ratio)
+    model, optimizer = parallel.setup(model, build_optimizer(config, plugins, model, groups))
     model.train()
     unconditional = encoded.conditioning([""], device, on_host=family.host_conditioning)
     terms = plugins.gather(HookSpecs.build_terms, config=config, family=family)
@@ -267,11 +267,8 @@ def wrap_model(
     return wrapped
 
 
-def build_optimizer(
-    config: Config, plugins: Plugins, parallel: Parallel, model: nn.Module, decayed: Collection[str]
-) -> torch.optim.Optimizer:
-    """The optimizer over the parameters that train, named as the family names them; `decayed` ones get weight decay."""
-    groups = parameter_groups(parallel.unwrap(model), config[OptimizerOptions].adam_weight_decay, decayed)
+def build_optimizer(config: Config, plugins: Plugins, model: nn.Module, groups: list[dict[str, object]]) -> Optimizer:
+    """The optimizer of the wrapped model over these groups, which `parameter_groups` makes."""
     registry = plugins.gather(HookSpecs.register_optimizers)
     optimizer = plugins.decide(HookSpecs.build_optimizer, model=model, groups=groups, config=config, registry=registry)
     assert optimizer is not None, "the core's own answer comes last"

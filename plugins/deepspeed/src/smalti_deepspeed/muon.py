@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from importlib import import_module
 from typing import Any, cast
 
@@ -29,14 +29,19 @@ def with_muon(document: Mapping[str, object]) -> dict[str, object]:
 def matrices_marked() -> Iterator[None]:
     """Have engines that are made in this block apply Muon to the parameters with two dimensions, as smalti's own does.
 
-    DeepSpeed's choice includes weights of convolutions, at which it fails, and depends on names.
+    DeepSpeed's choice includes weights of convolutions, at which it fails, and depends on names. The groups of parameters keep
+    their `rate_ratio`.
     """
 
     def mark(_config: object, model: nn.Module) -> None:
         for parameter in cast(Any, model.parameters()):
             parameter.use_muon = len(getattr(parameter, "ds_shape", parameter.shape)) == 2
 
-    with replaced(import_module("deepspeed"), "set_optimizer_flags", mark):
+    engine = import_module("deepspeed.runtime.engine").DeepSpeedEngine
+    with ExitStack() as stack:
+        stack.enter_context(replaced(import_module("deepspeed"), "set_optimizer_flags", mark))
+        for name in ("_MUON_HALF_KEYS", "_ADAM_HALF_KEYS"):
+            stack.enter_context(replaced(engine, name, (*getattr(engine, name), "rate_ratio")))
         yield
 
 

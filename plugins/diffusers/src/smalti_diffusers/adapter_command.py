@@ -27,7 +27,7 @@ _JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 
 @click.group(cls=Group, examples=("smalti adapter check style.safetensors",))
 def adapter() -> None:
-    """Check, convert, merge and resize files of adapters."""
+    """Check, convert, merge and resize files of adapters, and extract them from complete models."""
 
 
 @adapter.command("check", cls=Command, examples=("smalti adapter check style.safetensors",))
@@ -54,6 +54,7 @@ def check(file: Path, model: str | None, as_json: bool) -> None:
         "rank": header.rank,
         "alpha": header.alpha,
         "text_encoder_layers": header.text_layers,
+        "tlora": header.timed,
         "tools": readers(header, place.family),
     }
     if as_json:
@@ -63,6 +64,8 @@ def check(file: Path, model: str | None, as_json: bool) -> None:
     click.echo(f"{header.path}: {TITLES[header.kind]} {rank}, {counted(len(found.layers), 'layer')} of {place.source}")
     if header.text_layers:
         click.echo(f"note: {counted(header.text_layers, 'layer')} of text encoders, which smalti does not use")
+    if header.timed is not None:
+        click.echo("note: a T-LoRA, whose ranks follow the noise level in smalti; other tools use all of them always")
     for tool, answer in readers(header, place.family).items():
         click.echo(f"{tool:<10} {answer}")
 
@@ -128,19 +131,71 @@ def resize(file: Path, rank: int, target: Path, format: str | None, model: str |
     found, place = opened(file, model)
     smaller, kept = resized(held(found), rank, place.model)
     _write(smaller, place, target, format, as_json=as_json, kept=kept)
+    if not as_json:
+        click.echo(f"kept {kept:.2%} of the squared change of the weights")
+
+
+@adapter.command("extract", cls=Command, examples=("smalti adapter extract tuned --base=pipeline --rank=32 --to style",))
+@click.argument("full", metavar="FULL")
+@click.option("--base", required=True, metavar="PIPELINE", help="Pipeline that FULL was trained from, a folder or Hub id.")
+@click.option("--rank", required=True, type=click.IntRange(min=1), help="Largest rank of a layer.")
+@click.option(
+    "--energy",
+    default=1.0,
+    type=click.FloatRange(0, 1, min_open=True),
+    help="Share of the squared change of a layer that its rank has to keep. Default: 1, the largest rank.",
+)
+@click.option("--targets", default="", metavar="NAME,...", help="Layers, as in --lora_targets. Default: all that changed.")
+@click.option("--device", default="cpu", metavar="DEVICE", help="Where to compute, such as cuda. Default: cpu.")
+@_TO
+@_FORMAT
+@_JSON
+def extract(
+    full: str,
+    base: str,
+    rank: int,
+    energy: float,
+    targets: str,
+    device: str,
+    target: Path,
+    format: str | None,
+    as_json: bool,
+) -> None:
+    """Make a LoRA of what a complete training has changed.
+
+    FULL is a pipeline, a transformer folder or a single file. One weight is in memory at a time. The error is the norm of what
+    the LoRA lacks over the norm of the change, by layers; changes of biases and norms are in no LoRA, and are listed.
+    """
+    from smalti.checkpoint import check_new
+    from smalti_diffusers.lora.extraction import extracted, two_models
+
+    check_new(target)
+    place, changed, weights = two_models(full, base)
+    chosen = [name for name in targets.split(",") if name]
+    found = extracted(place, changed, weights, rank=rank, energy=energy, targets=chosen, device=device)
+    more = {"error": found.error, "errors": found.errors, "left": found.left}
+    _write(found.adapter, place, target, format, as_json=as_json, **more)
+    if as_json:
+        return
+    width = max(map(len, found.errors))
+    for layer, error in found.errors.items():
+        click.echo(f"  {layer:<{width}}  {error:.2%} of the change is missing")
+    click.echo(f"{found.error:.2%} of the change of all these layers is missing")
+    if found.left:
+        most = max(found.left, key=lambda name: found.left[name])
+        click.echo(f"note: {counted(len(found.left), 'other tensor')} changed too, most of all {most}")
 
 
 def _write(
-    adapter: HeldAdapter, place: AdaptedModel, target: Path, format: str | None, *, as_json: bool, kept: float | None = None
+    adapter: HeldAdapter, place: AdaptedModel, target: Path, format: str | None, *, as_json: bool, **more: object
 ) -> None:
+    """Write a folder with the adapter, and show what it is; as JSON with `more`."""
     from smalti_diffusers.lora.workshop import write
     from smalti_diffusers.options import TITLES
 
     files = write(adapter, place, target, format)
     if as_json:
-        shown = {"files": [str(each) for each in files], "kind": adapter.kind, "rank": adapter.rank, "kept": kept}
+        shown = {"files": [str(each) for each in files], "kind": adapter.kind, "rank": adapter.rank, **more}
         click.echo(json.dumps(shown, indent=2))
         return
     click.echo(f"{files[0]}: {TITLES[adapter.kind]} of {counted(len(adapter.layers), 'layer')} of {place.source}")
-    if kept is not None:
-        click.echo(f"kept {kept:.2%} of the squared change of the weights")

@@ -47,6 +47,7 @@ def _kind(config: Config) -> list[Problem]:
     if options.lora_kind in ("lokr", "loha"):
         lacking = {
             "lora_dropout": (options.lora_dropout > 0, f"{kind} has no dropout"),
+            "loraplus_lr_ratio": (options.loraplus_lr_ratio != 1, f"the matrices of a {kind} have one learning rate"),
             "use_rslora": (options.use_rslora, f"the scale of a {kind} is alpha / rank"),
             "assistant_lora": (options.assistant_lora is not None, f"an assistant is not supported beside a {kind}"),
         }
@@ -55,6 +56,10 @@ def _kind(config: Config) -> list[Problem]:
             for option, (given, message) in lacking.items()
             if given
         ]
+    if options.lora_kind != "lora" and options.tlora_min_rank is not None:
+        message = f"the ranks of a {kind} cannot be active at some noise levels alone"
+        fix = "leave --tlora_min_rank out, or --lora_kind=lora"
+        found.append(Problem(message=message, where=config.source("tlora_min_rank"), fix=fix))
     if options.lora_kind == "dora" and options.base_model_precision != "no_change":
         message = f"DoRA reads the weights in every step, and those in {options.base_model_precision} would be restored for it"
         fix = f"--{_OPTION}=no_change, or --lora_kind=lora"

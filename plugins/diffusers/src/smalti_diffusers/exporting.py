@@ -32,6 +32,11 @@ def check_request(family: PipelineFamily, request: ExportRequest) -> None:
             "--merge exports a complete pipeline, and --format is that of a file with the adapter alone",
             fix="leave one of the two out",
         )
+    if request.merge and family.lora is not None and family.lora.least is not None:
+        raise UserError(
+            "a complete model cannot switch ranks of a T-LoRA off where there is much noise",
+            fix="leave --merge out: the file of the adapter acts with all ranks, of which the export tells",
+        )
     if request.single_file:
         if family.lora is not None and not request.merge:
             raise UserError(

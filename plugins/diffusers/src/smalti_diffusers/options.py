@@ -15,6 +15,7 @@ EmptyPrompt = Literal["auto", "zeros", "encoded"]
 FrozenType = Literal["auto", "fp32", "bf16"]
 Kind = Literal["lora", "dora", "lokr", "loha"]
 TITLES: Mapping[Kind, str] = {"lora": "LoRA", "dora": "DoRA", "lokr": "LoKr", "loha": "LoHa"}
+Init = Literal["kaiming", "gaussian", "orthogonal"]
 Precision = Literal["no_change", "int8-torchao", "fp8-torchao", "nf4-torchao", "int8-rowwise", "fp8-rowwise"]
 
 Sampling = Literal["ddim", "ddpm", "euler", "euler-a", "heun", "unipc", "dpm++"]
@@ -165,12 +166,34 @@ class LoraOptions(Options):
     lokr_full: bool = option(
         False, help="Train full matrices as both factors of a LoKr, without rank and alpha.", when="lora_kind == lokr"
     )
-    lora_init: Literal["kaiming", "gaussian"] = option(
+    lora_init: Init = option(
         "kaiming",
-        help="Initialisation of the first matrix of a LoRA or DoRA; the second is zero.",
+        help="Initialisation of the first matrix of a LoRA or DoRA; the second is zero. orthogonal: rows at right angles.",
         level="advanced",
         when="model_type == lora",
         aliases=["lora_init_type"],
+    )
+    tlora_min_rank: int | None = option(
+        None,
+        help="T-LoRA: this many ranks are active at pure noise, all without noise. Use it with lora_init=orthogonal.",
+        level="advanced",
+        when="lora_kind == lora",
+        tradeoff="learns single images with less overfitting; exported files act at every noise level with all ranks",
+        ge=1,
+    )
+    tlora_alpha: float = option(
+        1.0,
+        help="Exponent of the share of ranks of a T-LoRA, (1 - noise level). Above 1, fewer are active at medium noise.",
+        level="advanced",
+        when="lora_kind == lora",
+        gt=0,
+    )
+    loraplus_lr_ratio: float = option(
+        1.0,
+        help="Learning rate of the second matrix of a LoRA or DoRA over that of the first: LoRA+, whose authors use 16.",
+        level="advanced",
+        when="model_type == lora",
+        gt=0,
     )
     lora_base_dtype: FrozenType = option(
         "auto",
@@ -225,6 +248,8 @@ def _from_init_lora(given: Mapping[str, object]) -> Translation:
     values: dict[str, tuple[str, object]] = {name: each for name, each in found.items() if each[1] is not None}
     if (header.kind, given.get("lora_kind")) != ("lora", "dora"):
         values["lora_kind"] = ("kind", header.kind)
+    if header.timed is not None and given.get("lora_kind") in (None, "lora"):
+        values["tlora_min_rank"], values["tlora_alpha"] = (("T-LoRA", each) for each in header.timed)
     if header.kind == "lokr":
         values["lokr_full"] = ("rank", header.rank is None)
         if header.factor is not None:

@@ -37,6 +37,7 @@ from smalti_diffusers.lora.header import AdapterHeader
 from smalti_diffusers.lora.quantisation import check_device, is_sharded, quantise, storage
 from smalti_diffusers.lora.reading import AdapterFile
 from smalti_diffusers.lora.strength import adapter_scaled
+from smalti_diffusers.lora.timed import mask_ranks
 from smalti_diffusers.options import DiffusersOptions, LoraOptions, Precision
 from smalti_diffusers.sampling import check_scheduler, decoding, scheduler_in_place
 from smalti_diffusers.sources.components import Components, PartWeights, class_of
@@ -164,6 +165,7 @@ class PipelineFamily(ModelFamily):
         if self.lora is None:
             return model
         model = attach(model, self.lora, self._base_dtype, self._assistant)
+        mask_ranks(model, self.lora, self)
         return model if self._precision == "no_change" else quantise(model, self.block_classes(), self._precision)
 
     def frozen_storage(self, model: nn.Module) -> list[FrozenStorage]:
@@ -213,6 +215,9 @@ class PipelineFamily(ModelFamily):
     def forward(self, model: nn.Module, noisy: Tensor, timesteps: Tensor, conditioning: Conditioning) -> Tensor:
         prediction: Tensor = model(**self.inputs(noisy, timesteps, conditioning), return_dict=False)[0]
         return self.outputs(prediction, noisy)
+
+    def rate_ratio(self, name: str) -> float:
+        return self.lora.rate_ratio if self.lora is not None and ".lora_B." in name else 1.0
 
     def block_classes(self) -> tuple[str, ...]:
         return self.blocks

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 _GENERATE = 'pipeline({prompt}).images[0].save("image.png")'
 _FORGE = {"flux": "Forge", "sdxl": "Forge, A1111"}
 """Interfaces that read kohya's format, by family."""
+_TIMED = "# a T-LoRA: used with all its ranks at every noise level, so try strengths below 1"
 _IMPORT = "import torch\nfrom diffusers import DiffusionPipeline"
 
 
@@ -54,6 +55,8 @@ def adapter_usages(family: PipelineFamily, format: Format, name: str) -> list[Us
         found.append(Usage(tool="ComfyUI", text="export again with --format=comfyui", needs_run=True))
     if format == "kohya" and family.name in _FORGE:
         found.append(Usage(tool=_FORGE[family.name], text=f"cp {{path}}/{name}.safetensors models/Lora/"))
+    if family.lora is not None and family.lora.least is not None:
+        found = [Usage(tool=each.tool, text=f"{each.text}\n{_TIMED}", needs_run=each.needs_run) for each in found]
     return found
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from smalti.training import local_part
-from smalti_optimizers.steps import sum_over_shards, with_gradients
+from smalti_optimizers.steps import own_ratio, sum_over_shards, with_gradients
 
 _FIRST = 1e-6
 """The first estimate."""
@@ -37,7 +37,7 @@ class Prodigy(torch.optim.Optimizer):
             return
         leader = self.param_groups[0]
         distance = new = leader.get("d", _FIRST)
-        rate, beta3 = max(group["lr"] for group in self.param_groups), leader["betas"][1] ** 0.5
+        rate, beta3 = max(group["lr"] / own_ratio(group) for group in self.param_groups), leader["betas"][1] ** 0.5
         sums = [self._update(parameter, group, distance) for parameter, group in pairs]
         product, size = sum_over_shards(torch.stack(sums).sum(0), pairs[0][0]).cpu().tolist()
         numerator = beta3 * leader.get("d_numerator", 0.0) + distance / _FIRST * distance * rate * product
@@ -49,7 +49,10 @@ class Prodigy(torch.optim.Optimizer):
             group.update(d=new, d_numerator=numerator)
 
     def _update(self, parameter: Tensor, group: dict[str, Any], distance: float) -> Tensor:
-        """Move the state of a parameter; returns this rank's part of two sums, (2,): gradient x (p0 - weight), and |s|."""
+        """Move the state of a parameter; returns this rank's part of two sums, (2,): gradient x (p0 - weight), and |s|.
+
+        Weights are in the unit of `own_ratio`, so that one estimate serves groups with several rates.
+        """
         state, (beta1, beta2) = self.state[parameter], group["betas"]
         if not state:
             state.update({name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq", "s")})
@@ -60,7 +63,7 @@ class Prodigy(torch.optim.Optimizer):
         local_part(state["exp_avg"]).mul_(beta1).add_(gradient, alpha=distance * (1 - beta1))
         local_part(state["exp_avg_sq"]).mul_(beta2).addcmul_(gradient, gradient, value=distance**2 * (1 - beta2))
         total = local_part(state["s"]).mul_(beta2**0.5).add_(gradient, alpha=distance / _FIRST * distance)
-        return torch.stack([product, total.abs().sum()])
+        return torch.stack([product, total.abs().sum() * own_ratio(group)])
 
     def _step_weights(self, parameter: Tensor, group: dict[str, Any], distance: float, new: float) -> None:
         state = self.state[parameter]

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from smalti.training import local_part
 from smalti_optimizers.schedule_free import ScheduleFree
-from smalti_optimizers.steps import stepped, sum_over_shards
+from smalti_optimizers.steps import own_ratio, stepped, sum_over_shards
 
 _FIRST = 1e-6
 """The first estimate."""
@@ -45,7 +45,7 @@ class ProdigyScheduleFree(ScheduleFree):
         distance, numerator = leader.get("d", _FIRST), leader.get("d_numerator", 0.0) * leader["betas"][1] ** 0.5
         shares: dict[int, float] = {}
         for group in self.param_groups:
-            weight = (distance * group["lr"]) ** 2
+            weight = (distance * group["lr"] / own_ratio(group)) ** 2
             total = group["weight_sum"] = group.get("weight_sum", 0.0) + weight
             shares[id(group)] = weight / total if total else 0.0
         sums = [self._step(parameter, group, distance, shares[id(group)]) for parameter, group in pairs]
@@ -59,7 +59,7 @@ class ProdigyScheduleFree(ScheduleFree):
             group.update(d=distance, d_numerator=numerator)
 
     def _step(self, parameter: Tensor, group: dict[str, Any], distance: float, new: float) -> Tensor:
-        """One step of a parameter; returns this rank's part of two sums, (2,): gradient x (p0 - z), and |s|."""
+        """One step of a parameter; returns this rank's part of two sums, (2,): gradient x (p0 - z), |s|, as `Prodigy`."""
         state, beta2 = self.state[parameter], group["betas"][1]
         if not state:
             state["z"], state["p0"] = parameter.detach().clone(), parameter.detach().clone()
@@ -71,4 +71,4 @@ class ProdigyScheduleFree(ScheduleFree):
         total = local_part(state["s"]).mul_(beta2**0.5).add_(gradient, alpha=distance**2 / _FIRST)
         update = (gradient * distance).div_(square.sqrt().add_(distance * group["eps"]))
         self._move(parameter, update, group, distance * group["lr"], new)
-        return torch.stack([product, total.abs().sum()])
+        return torch.stack([product, total.abs().sum() * own_ratio(group)])

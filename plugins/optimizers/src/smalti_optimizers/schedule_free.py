@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from smalti.training import local_part
-from smalti_optimizers.steps import with_gradients
+from smalti_optimizers.steps import own_ratio, with_gradients
 
 
 class ScheduleFree(torch.optim.Optimizer):
@@ -81,7 +81,7 @@ class ScheduleFreeAdamW(ScheduleFree):
     """AdamW without a first moment, at a constant learning rate. Elementwise, so each rank steps its part of a parameter.
 
     The average weights steps by the square of the largest rate so far. State: "z" and "exp_avg_sq". The groups hold "steps",
-    "largest_rate" and "weight_sum", which are added in the first step: what a group has from the beginning is a
+    "largest_rate" of the run and "weight_sum", which are added in the first step: what a group has from the beginning is a
     hyper-parameter, which a resumed run takes from its options.
     """
 
@@ -100,7 +100,7 @@ class ScheduleFreeAdamW(ScheduleFree):
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
             steps = group["steps"] = group.get("steps", 0) + 1
-            largest = group["largest_rate"] = max(group.get("largest_rate", 0.0), group["lr"])
+            largest = group["largest_rate"] = max(group.get("largest_rate", 0.0), group["lr"] / own_ratio(group))
             total = group["weight_sum"] = group.get("weight_sum", 0.0) + largest**2
             for parameter in with_gradients(group):
                 self._step(parameter, group, steps, largest**2 / total if total else 0.0)

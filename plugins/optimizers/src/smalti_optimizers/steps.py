@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -37,6 +37,15 @@ def sum_over_shards(values: Tensor, parameter: Tensor) -> Tensor:
             if placement.is_shard():
                 dist.all_reduce(values, group=parameter.device_mesh.get_group(number))
     return values
+
+
+def own_ratio(group: Mapping[str, Any]) -> float:
+    """What the learning rate of the run is multiplied by for this group.
+
+    A step of Adam has the size of its rate, so a ratio r is another unit of the weights: as if weight / r were trained, whose
+    gradient is r times as large, at the rate of the run.
+    """
+    return float(group.get("rate_ratio", 1.0))
 
 
 def count_step(state: dict[str, Tensor]) -> int:

@@ -6,6 +6,7 @@ Shapes: B samples of one micro-batch, (B, 3, H, W).
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -16,11 +17,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from smalti import DistributedPlan
-from smalti.config import Config, PluginOptions, resolve
+from smalti.config import Config, OptimizerOptions, PluginOptions, resolve
 from smalti.models import materialise
 from smalti.parallel import Parallel, PortableState, capture, restore
 from smalti.plugins import BUILT_IN, Backend, Plugins, Selection, choose_distributed, load_plugins, schema_of, selection_of
-from smalti.training import build_model, build_optimizer, matrices, open_parallel, wrap_model
+from smalti.training import build_model, build_optimizer, matrices, open_parallel, parameter_groups, wrap_model
 from smalti_testing.contract import expect
 from smalti_testing.tiny import TinyFamily
 
@@ -97,7 +98,7 @@ class StrategySubject:
         model = materialise(build_model(self.config, self.plugins, self.family)[0], self.family.weights(seed), "cpu")
         more = self.config[PluginOptions].plugins
         alone = load_plugins(Selection(only=more) if more else Selection(without=("all",)))
-        optimizer = build_optimizer(self.config, alone, _Unwrapped(), model, matrices(model))  # type: ignore[arg-type]
+        optimizer = build_optimizer(self.config, alone, model, _groups(self.config, model, matrices(model)))
         return Reference(model, optimizer, self.family)
 
     def step(self, number: int, *, limit: float = 0.0, by_value: bool = False) -> float:
@@ -132,11 +133,8 @@ class StrategySubject:
             expect(worst <= 2e-5, f"{context}: {name} is {worst:.1e} away from what one process has")
 
 
-class _Unwrapped:
-    """What building an optimizer asks of a `Parallel`, for a model that nothing has wrapped."""
-
-    def unwrap(self, model: nn.Module) -> nn.Module:
-        return model
+def _groups(config: Config, model: nn.Module, decayed: Collection[str]) -> list[dict[str, object]]:
+    return parameter_groups(model, config[OptimizerOptions].adam_weight_decay, decayed)
 
 
 @cache
@@ -158,7 +156,8 @@ def open_family(name: str, flags: tuple[str, ...], ranks: int, family: TinyFamil
     decayed = matrices(bare)
     backend = plugins.backend(plan)
     model = wrap_model(config, plugins, plan, parallel, family, bare, blocks, SEED)
-    model, optimizer = parallel.setup(model, build_optimizer(config, plugins, parallel, model, decayed))
+    groups = _groups(config, parallel.unwrap(model), decayed)
+    model, optimizer = parallel.setup(model, build_optimizer(config, plugins, model, groups))
     model.train()
     first = {name: whole_tensor(tensor) for name, tensor in parallel.state.portable().model.items()}
     return StrategySubject(name, config, plugins, plan, parallel, backend, family, model, optimizer, first)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import cast
 
 import torch
@@ -20,14 +20,21 @@ def matrices(model: nn.Module) -> frozenset[str]:
     return frozenset(name for name, parameter in model.named_parameters() if parameter.dim() >= 2)
 
 
-def parameter_groups(model: nn.Module, weight_decay: float, decayed: Collection[str]) -> list[dict[str, object]]:
-    """The trained parameters as (name, parameter) pairs: the `decayed` ones, and those without weight decay (norms, biases)."""
-    trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
-    groups: list[dict[str, object]] = [
-        {"params": [pair for pair in trained if pair[0] in decayed], "weight_decay": weight_decay},
-        {"params": [pair for pair in trained if pair[0] not in decayed], "weight_decay": 0.0},
+def parameter_groups(
+    model: nn.Module, weight_decay: float, decayed: Collection[str], ratio: Callable[[str], float] = lambda _name: 1.0
+) -> list[dict[str, object]]:
+    """The trained parameters as (name, parameter) pairs: the `decayed` ones, and those without weight decay (norms, biases).
+
+    Those whose learning rate is multiplied by another `ratio` than 1 follow, in groups that say so as `rate_ratio`.
+    """
+    groups: dict[tuple[bool, float, bool], list[tuple[str, Tensor]]] = {}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            groups.setdefault((ratio(name) != 1, ratio(name), name not in decayed), []).append((name, parameter))
+    return [
+        {"params": pairs, "weight_decay": 0.0 if plain else weight_decay, **({"rate_ratio": rate} if own else {})}
+        for (own, rate, plain), pairs in sorted(groups.items(), key=lambda group: group[0])
     ]
-    return [group for group in groups if group["params"]]
 
 
 def build_registered(

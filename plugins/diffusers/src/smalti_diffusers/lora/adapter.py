@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +18,7 @@ from smalti import UserError
 from smalti_diffusers.lora.assistant import ASSISTANT, activate, attach_assistant
 from smalti_diffusers.lora.kinds import ADAPTER, parted
 from smalti_diffusers.lora.reading import AdapterFile
-from smalti_diffusers.options import Kind
+from smalti_diffusers.options import Init, Kind
 
 _NAMES = "--lora_targets=NAME,..., such as to_q,to_k,to_v"
 
@@ -44,7 +44,12 @@ class Lora:
     factor: int = -1
     factors: tuple[tuple[str, int], ...] = ()
     full: bool = False
-    init: Literal["kaiming", "gaussian"] = "kaiming"
+    init: Init = "kaiming"
+    rate_ratio: float = 1.0
+    """What the learning rate of lora_B is multiplied by: LoRA+ (Hayou et al. 2024)."""
+    least: int | None = None
+    """The active ranks at pure noise; None if all are active always. See `timed`."""
+    exponent: float = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,10 +166,10 @@ def adapted_layers(model: nn.Module, targets: Sequence[str], option: str = "lora
         names = [name for name in modules if name == target or (plain and name.endswith(f".{target}"))]
         if not names and target in classes:
             owners = [f"{name}." for name, module in modules.items() if type(module).__name__ == target]
-            names = [name for name, module in modules.items() if name.startswith(tuple(owners)) and _fits(module)]
+            names = [name for name, module in modules.items() if name.startswith(tuple(owners)) and fits(module)]
         if not plain:
             end = _expression(target, option)
-            names = [name for name, module in modules.items() if end.fullmatch(name) and _fits(module)]
+            names = [name for name, module in modules.items() if end.fullmatch(name) and fits(module)]
         found |= dict.fromkeys(names)
         lost += [] if names else [target]
     if lost:
@@ -180,7 +185,8 @@ def _expression(target: str, option: str) -> re.Pattern[str]:
         raise UserError(f"{target} in {option} is not a regular expression: {error}", fix=_NAMES) from None
 
 
-def _fits(module: nn.Module) -> bool:
+def fits(module: nn.Module) -> bool:
+    """Whether it is a layer that gets adapters: a linear one, or a convolution without groups."""
     return isinstance(module, nn.Linear) or (isinstance(module, nn.Conv2d) and module.groups == 1)
 
 

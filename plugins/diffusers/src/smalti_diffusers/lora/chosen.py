@@ -34,6 +34,9 @@ def chosen_adapter(config: Config | None, targets: tuple[str, ...]) -> Lora | No
         factors=tuple((name, int(factor)) for name, factor in factors),
         full=options.lokr_full and options.lora_kind == "lokr",
         init=options.lora_init,
+        rate_ratio=options.loraplus_lr_ratio,
+        least=options.tlora_min_rank,
+        exponent=options.tlora_alpha,
     )
 
 
@@ -45,6 +48,8 @@ def description(lora: Lora, build: Callable[[], nn.Module]) -> dict[str, object]
     said: dict[str, object] = {"kind": lora.kind, "rank": lora.rank, "alpha": float(lora.alpha or lora.rank)}
     if lora.stabilised:
         said["stabilised"] = True
+    if lora.least is not None:
+        said["timed"] = {"least": lora.least, "exponent": lora.exponent}
     if lora.ranks or lora.alphas:
         with without_weights():
             model = build()

@@ -142,6 +142,8 @@ class AdaptedWeights:
         random = torch.Generator().manual_seed(number >> 1)
         if part in _NORMAL:
             return torch.randn(*shape, generator=random) * _NORMAL[part]
+        if part == "lora_A" and self._lora.init == "orthogonal":  # as large as those of Kaiming's
+            return nn.init.orthogonal_(torch.empty(*shape), gain=1 / math.sqrt(3), generator=random)
         if part == "lora_A" and self._lora.init == "gaussian":
             return torch.randn(*shape, generator=random) / shape[0]
         bound = 1 / math.sqrt(math.prod(shape[1:]))

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from smalti import UserError
 from smalti.checkpoint import Computed
 from smalti.models import Weights
-from smalti_diffusers.lora.header import LENGTHS, LENGTHS_OF_BASE, METADATA, TRAINED_ALPHA
+from smalti_diffusers.lora.header import LENGTHS, LENGTHS_OF_BASE, METADATA, TIMED, TRAINED_ALPHA
 from smalti_diffusers.lora.kinds import by_row, change, row_norms
 from smalti_diffusers.lora.shapes import MAGNITUDE, common_factor, factors_of
 from smalti_diffusers.lora.trained import AdaptedLayer, TrainedAdapter, has_weight
@@ -110,10 +110,11 @@ def write_adapter(
     """
     adapter = TrainedAdapter(folder, model)
     tools = TOOLS.get(family, _PEFT_ONLY)
-    notes = {TRAINED_ALPHA: str(adapter.scale * adapter.rank)}
+    timed = {TIMED: "{least} {exponent}".format_map(adapter.timed)} if adapter.timed else {}
+    notes = {TRAINED_ALPHA: str(adapter.scale * adapter.rank)} | timed
     if format == "kohya" or (format == "comfyui" and tools.comfyui == "kohya"):
         tensors, notes = _kohya(adapter, family, config, for_comfyui=format == "comfyui", base=base)
-        folder.write_computed(f"{folder.name}.safetensors", tensors, notes)
+        folder.write_computed(f"{folder.name}.safetensors", tensors, notes | timed)
     elif format == "peft":
         folder.write_computed("adapter_model.safetensors", dict(_named(adapter, "base_model.model.")), notes)
         folder.write_json("adapter_config.json", peft_config(adapter))
@@ -221,14 +222,14 @@ def lengths(
                 raise UserError(
                     f"the lengths of {member} need the weights of its base", fix="--format=diffusers or --format=peft"
                 )
-            weight = base.get(f"{member}.weight").float()
+            weight = base.get(f"{member}.weight").double()
             norms = row_norms(weight)
             if layer is not None:
-                parts = adapter.tensors(layer)
+                parts = {part: each.double() for part, each in adapter.tensors(layer).items()}
                 changes = change(parts, layer.scale, weight.shape)
                 norms = norms * parts[MAGNITUDE].flatten() / row_norms(weight + changes)
             found.append(norms)
-        return by_row(torch.cat(found), dimensions).contiguous()
+        return by_row(torch.cat(found), dimensions).float().contiguous()
 
     rows = sum(adapter.sizes[each] for each in members)
     return Computed(shape=(rows, *(1,) * (dimensions - 1)), compute=compute)

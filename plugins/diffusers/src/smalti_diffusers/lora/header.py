@@ -22,6 +22,8 @@ METADATA = "lora_adapter_metadata"
 """Where diffusers keeps rank and alpha."""
 TRAINED_ALPHA = "smalti_lora_alpha"
 """Metadata with the alpha of the run, where it is folded into lora_B."""
+TIMED = "smalti_tlora"
+"""Metadata of a T-LoRA: "LEAST EXPONENT", which no other reader follows."""
 _PEFT_CONFIG = "adapter_config.json"
 _AGAIN = (
     "name a .safetensors file with a LoRA, as kohya's tools, ComfyUI, diffusers, peft or `smalti checkpoint export` write it"
@@ -132,6 +134,12 @@ class AdapterHeader:
     def lengths_of_base(self) -> bool:
         """Whether the lengths of a dora are over those of the base's rows, rather than those of the changed weight."""
         return self._metadata.get(LENGTHS) == LENGTHS_OF_BASE
+
+    @property
+    def timed(self) -> tuple[int, float] | None:
+        """The least active ranks and the exponent of a T-LoRA that smalti wrote; None of any other file."""
+        least, _, exponent = self._metadata.get(TIMED, "").partition(" ")
+        return (int(least), float(exponent)) if least else None
 
     def scale(self, name: str) -> float:
         """What the product of the matrices of a layer is multiplied with: alpha / rank."""

@@ -117,7 +117,7 @@ class AdapterFile:
         down, up = self.header.shape(stored.down), self.header.shape(stored.up)
         rows = up[0] if place.rows is None else place.rows.stop - place.rows.start
         lengths = stored.parts.get(MAGNITUDE)
-        if lengths is not None and math.prod(self.header.shape(lengths)) != up[0]:
+        if lengths is not None and not _is_by_output(lengths, self.header.shape(lengths), up[0]):
             raise UserError(
                 f"{self.header.path} is a DoRA with a length for each input of {place.name}; supported is one for each output",
                 fix="train it with wd_on_output, or start with a LoRA",
@@ -148,6 +148,11 @@ class AdapterFile:
                 f"{layer} of the model has {shape[0]} and {list(shape[1:])}",
                 fix="use the adapter with the model that it was trained on",
             )
+
+
+def _is_by_output(name: str, shape: tuple[int, ...], outputs: int) -> bool:
+    """Whether the lengths of a dora are those of rows. LyCORIS has (out, 1) for rows and (1, in) for columns, peft (out,)."""
+    return math.prod(shape) == outputs and (shape[0] == outputs or not name.endswith(".dora_scale"))
 
 
 def _places(

@@ -47,6 +47,8 @@ class TrainedAdapter:
         self.rank = cast(int, said["rank"])
         self.scale = cast(float, said["alpha"]) / (math.sqrt(self.rank) if said.get("stabilised") else self.rank)
         """That of layers without one of their own."""
+        self.timed = cast(Mapping[str, float], said.get("timed", {}))
+        """"least" and "exponent" of a T-LoRA, as in `timed`; empty for any other."""
         self.model = model
         self.sizes = {name: module.weight.shape[0] for name, module in model.named_modules() if has_weight(module)}
         """Outputs of every layer of the model."""

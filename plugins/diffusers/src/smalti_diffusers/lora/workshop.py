@@ -44,6 +44,8 @@ class HeldAdapter:
 
     kind: Kind
     layers: Mapping[str, Mapping[str, Tensor]]
+    timed: tuple[int, float] | None = None
+    """As in `AdapterHeader`."""
 
     @property
     def rank(self) -> int:
@@ -76,11 +78,7 @@ def _models(model: str | None) -> Iterator[AdaptedModel]:
         folder = Path(model).expanduser()
         if not (folder / INDEX).is_file():
             raise UserError(f"{model} is neither a family nor the folder of a pipeline", fix=f"one of {', '.join(FLAVOURS)}")
-        components = Components(folder)
-        names = [name for name in FLAVOURS if components.pipeline in _pipelines(name)]
-        if not names:
-            raise UserError(f"{model} is a {components.pipeline}, which is of no family here", fix="name another pipeline")
-        yield _described(names[0], components, model)
+        yield described(Components(folder), model)
         return
     for name in FLAVOURS if model is None else (model,):
         for flavour, components in _shipped(name).items():
@@ -102,6 +100,14 @@ def _class(family: str) -> type[PipelineFamily]:
 def _pipelines(family: str) -> set[str]:
     """The classes of pipelines of a family."""
     return {each.pipeline for each in _shipped(family).values()} | {*_class(family).former_names}
+
+
+def described(components: Components, source: str) -> AdaptedModel:
+    """The trained part of a pipeline, without weights. Raises UserError for one of no family here."""
+    names = [name for name in FLAVOURS if components.pipeline in _pipelines(name)]
+    if not names:
+        raise UserError(f"{source} is a {components.pipeline}, which is of no family here", fix="name another pipeline")
+    return _described(names[0], components, source)
 
 
 def _described(family: str, components: Components, source: str) -> AdaptedModel:
@@ -134,7 +140,7 @@ def held(file: AdapterFile) -> HeldAdapter:
             scaled = "lokr_w1" if kind == "lokr" else "hada_w1_a"
             parts[scaled] = parts[scaled] * scale
         layers[layer] = parts
-    return HeldAdapter(kind=kind, layers=layers)
+    return HeldAdapter(kind=kind, layers=layers, timed=file.header.timed)
 
 
 def merged(adapters: Sequence[HeldAdapter], strengths: Sequence[float]) -> HeldAdapter:
@@ -217,7 +223,9 @@ def write(adapter: HeldAdapter, model: AdaptedModel, target: Path, format: str |
             "a DoRA for ComfyUI needs the weights of its base, which are not read here",
             fix="`smalti checkpoint export --format=comfyui` of the run, or another --format",
         )
-    said = {"kind": adapter.kind, "rank": adapter.rank, "alpha": float(adapter.rank)}
+    said: dict[str, object] = {"kind": adapter.kind, "rank": adapter.rank, "alpha": float(adapter.rank)}
+    if adapter.timed is not None:
+        said["timed"] = dict(zip(("least", "exponent"), adapter.timed, strict=True))
     trained = cast(TrainedWeights, _Held(adapter))
 
     def fill(folder: Path) -> dict[str, object]:

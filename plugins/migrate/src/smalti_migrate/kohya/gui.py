@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from smalti_migrate.command_lines import options_of, words_of
 from smalti_migrate.converters import whole
-from smalti_migrate.kohya.tables import ALL_OPTIONS, NAME
+from smalti_migrate.kohya.tables import ALL_OPTIONS, NAME, RATIOS
 from smalti_migrate.rules import (
     Found,
     Imported,
@@ -43,7 +43,7 @@ _NAMES = {"optimizer": "optimizer_type", "max_resolution": "resolution", "sdxl_n
     "lora_network_weights": "network_weights"
 }
 _TRUE = (True, "True", "true")
-_OF_NETWORKS = " ".join(dict.fromkeys(key for keys in _ARGUMENTS.values() for key in keys))
+_OF_NETWORKS = " ".join(dict.fromkeys(key for keys in (*_ARGUMENTS.values(), RATIOS) for key in keys))
 _UNSET: tuple[object, ...] = (None, "", 0, 0.0, "0", "None", "none", False)
 """How a form says that a field is not used."""
 _OF_FLOW = no_effect("""
@@ -80,7 +80,6 @@ FIELDS: tuple[Rule, ...] = (
     """),
     *unsupported("""
         - tables of kohya's fine-tuning method are not read | image_folder train_dir | see docs/datasets.md
-        - both matrices of an adapter have one learning rate | loraplus_*
         - a launch of smalti has options of its own | gpu_ids extra_accelerate_launch_args
     """),
 )
@@ -127,7 +126,7 @@ def options_in(content: Mapping[str, object], file: str, result: Imported) -> tu
 def _network(network: str, fields: Values, found: Values, result: Imported) -> None:
     """The network and its arguments, and whether text encoders are trained too."""
     place = fields["LoRA_type"].place
-    words = [f"{key}={fields[key].value}" for key in _ARGUMENTS.get(network, ()) if key in fields]
+    words = [f"{key}={fields[key].value}" for key in (*_ARGUMENTS.get(network, ()), *RATIOS) if key in fields]
     words += ["train_blocks=single"] if network == "Flux1" and "split_mode" in fields else []
     found["network_module"] = Found(value=NETWORKS.get(network, network), place=place)
     found["network_args"] = Found(value=words, place=place)

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from smalti_migrate.command_lines import words_of
 from smalti_migrate.converters import number, switch
-from smalti_migrate.kohya.tables import NETWORKS
+from smalti_migrate.kohya.tables import NETWORKS, RATIOS
 from smalti_migrate.rules import Found, Imported, UnconvertibleError, Values
 
 BLOCKS: Mapping[str, tuple[str, ...]] = {
@@ -102,6 +102,7 @@ def add_layers(found: Values, family: str, result: Imported) -> None:
     """Set `lora_targets`, and list what is adapted there and not here."""
     module, given = found.first("network_module"), found.first("network_args", default="")
     words, place = words_in(given), given.place
+    _add_rates(words, place, result)
     if family not in BLOCKS or ("network_module" in found and str(module.value) not in NETWORKS):
         fix = "lora_targets = [...]; the family has a default"
         result.leave(module.place, "the layers that it adapts are not known here", fix=fix, value=module.value)
@@ -128,6 +129,13 @@ def add_layers(found: Values, family: str, result: Imported) -> None:
                 _NO_CONVOLUTIONS if key in _CONV else _ONE_RANK if ranks else "this argument of the network has no counterpart",
             )
             result.leave(f"{place} {key}", why, fix="lora_targets chooses layers" if ranks else "", value=value)
+
+
+def _add_rates(words: dict[str, str], place: str, result: Imported) -> None:
+    """Take the arguments of LoRA+ out of `words`; 0 is none. Text encoders, which have one of their own, are not trained."""
+    ratios = {key: number(words.pop(key, "0") or "0") for key in RATIOS}
+    if chosen := next((key for key, ratio in ratios.items() if ratio and "text" not in key), None):
+        result.add("loraplus_lr_ratio", ratios[chosen], f"{place} {chosen}")
 
 
 def add_text_encoders(found: Values, family: str, result: Imported) -> None:

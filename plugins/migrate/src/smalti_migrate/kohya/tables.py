@@ -54,6 +54,8 @@ SCHEDULES = (
     | {"inverse_sqrt": "the inverse square root schedule is not supported!"}
     | {"piecewise_constant": "the piecewise constant schedule is not supported!"}
 )
+RATIOS = ("loraplus_unet_lr_ratio", "loraplus_lr_ratio", "loraplus_text_encoder_lr_ratio")
+"""Of the learning rate of lora_up over that of lora_down; the first that is given counts."""
 TIMESTEPS = {"uniform": "uniform", "none": "uniform", "sigma_sqrt": "uniform", "cosmap": "uniform"} | {
     "logit_normal": "logit_normal",
     "mode": "mode",
@@ -66,7 +68,7 @@ OPTIONS: tuple[Rule, ...] = (
     read("network_module", "model_type", note="networks.lora and its variants are model_type = lora; without it, full"),
     option("network_dim", "lora_rank", whole, default=4),
     option("network_alpha", "lora_alpha", number, default=1),
-    read("network_args", "lora_targets", note="by default, all linear layers of the blocks, as there"),
+    read("network_args", "lora_targets", "loraplus_lr_ratio", note="by default, all linear layers of the blocks, as there"),
     read("network_train_unet_only", note="off by default there; text encoders are never trained here"),
     option("network_weights", "init_lora", path, note="rank and alpha of the file are those of the run"),
     option("network_dropout", "lora_dropout", number, note="at the input of the first matrix here, at its output there"),

@@ -9,12 +9,13 @@ from typing import cast
 from smalti.system import load_json, read_regular
 from smalti_migrate.simpletuner.rules import Convert, is_empty, is_on, plain
 
-_ALGORITHMS = {"lokr": "lokr", "loha": "loha", "lora": "lora", "locon": "lora"}
+_ALGORITHMS = {"lokr": "lokr", "loha": "loha", "lora": "lora", "locon": "lora", "tlora": "lora"}
 _WITHOUT_EFFECT = {"bypass_mode"}
 """Another way to compute the same."""
 _OFF = {"dropout", "rank_dropout", "module_dropout", "use_tucker", "use_cp", "use_scalar", "decompose_both", "dora_wd"}
 _OFF |= {"weight_decompose", "train_norm", "rescaled", "constraint", "rank_dropout_scale"}
 _READ = {"algo", "multiplier", "linear_dim", "linear_alpha", "factor", "full_matrix", "apply_preset", "rs_lora"}
+_READ |= {"tlora_min_rank", "tlora_alpha"}
 _PRESET = {"target_module", "target_name", "exclude_name", "module_algo_map", "name_algo_map"}
 _LACKING = {"sana": {"FeedForward"}}
 """Classes that SimpleTuner's files name for a family that has no such modules; LyCORIS passes over them."""
@@ -47,10 +48,12 @@ def _lycoris(values: Mapping[str, object]) -> dict[str, object]:
         raise ValueError("multiplier in lycoris_config: an adapter is trained at the strength 1 here")
     algorithm = str(content.get("algo", "lokr")).lower()
     if algorithm not in _ALGORITHMS:
-        raise ValueError(f"algo = {algorithm} in lycoris_config is not supported; lokr, loha and lora are")
+        raise ValueError(f"algo = {algorithm} in lycoris_config is not supported; lokr, loha, lora and tlora are")
     found: dict[str, object] = {"lora_kind": _ALGORITHMS[algorithm], "lora_dropout": 0.0}
     if is_on(content.get("rs_lora", False)):
         found["use_rslora"] = True
+    if algorithm == "tlora":
+        found |= {"tlora_min_rank": content.get("tlora_min_rank", 1), "tlora_alpha": content.get("tlora_alpha", 1.0)}
     full = algorithm == "lokr" and is_on(content.get("full_matrix", False))
     if full:
         found["lokr_full"] = True
