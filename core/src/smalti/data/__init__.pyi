@@ -54,6 +54,7 @@ from .from_options import (
 from .images import (
     Bytes as Bytes,
     crop as crop,
+    decode as decode,
     normalised as normalised,
     srgb_transform as srgb_transform,
     upright as upright,

@@ -5,6 +5,9 @@ noisy latents of the batch. "policy|caption=NAME" has another caption of the vis
 column in place of those of the image, with the same noise and times; both can be combined in this order. All ranks make the
 passes that one of them needs, in the same order, because the parameters of the model may be spread over them.
 
+A micro-batch goes through the model once for each `Turn`, forward and backward, and gradients add up. There is one turn, with
+the adapter as it is, unless a term says otherwise.
+
 Shapes: B batch, latents (B, C, h, w).
 """
 
@@ -27,12 +30,23 @@ SecondCaption = Callable[[str, DatasetSpec, int], str]
 """(caption of a visit, entry of its dataset, number of the visit) -> another caption. Called in threads of the loader."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Turn:
+    """One way of a micro-batch through the model: what the adapter adds is multiplied with `strength` in passes "policy".
+
+    `latents` names the column whose latents all passes have that name none; "" for those of the images.
+    """
+
+    strength: float = 1.0
+    latents: str = ""
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Step:
-    """What a term gets of the forward passes over one micro-batch.
+    """What a term gets of the forward passes over one micro-batch, in one turn.
 
     `predictions` are by pass; `targets`, the raw predictions that have no loss, by the column of the latents, "" for those of
-    the image. `t` (B,) are times of the objective, `weights` (B,) the weights of these noise levels. `noise` has random numbers
+    the turn. `t` (B,) are times of the objective, `weights` (B,) the weights of these noise levels. `noise` has random numbers
     by visit: `noise.column(batch.numbers, smalti.diffusion.RandomColumn.MASK)`.
     """
 
@@ -43,6 +57,7 @@ class Step:
     weights: Tensor
     predictions: Mapping[str, Tensor]
     targets: Mapping[str, Tensor]
+    turn: Turn = Turn()
 
     def errors(self, name: str = POLICY, against: str = "") -> Tensor:
         """(B, C, h, w) in fp32: the loss of each element in a pass, against its target or the prediction of another pass."""
@@ -64,6 +79,8 @@ class Term:
     name: str
     weight: float = 1.0
     second_captions: Mapping[str, SecondCaption] = MappingProxyType({})
+    turns: Sequence[Turn] = (Turn(),)
+    """The loss is the mean over them. At most one term has others; a strength needs `ModelFamily.scales_adapter`."""
 
     def check(self, datasets: Sequence[DatasetSpec]) -> Sequence[str]:
         """Notices about settings without effect. Raises UserError or ConfigError for what cannot be done. In the launcher."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, replace
+from itertools import product
 
 import torch
 
@@ -101,11 +102,12 @@ def train_step(run: Run, batch: Batch) -> None:
     reseed(run, batch.position)
     total = torch.zeros(len(run.loss.names), device=run.world.device)
     kernel, tf32 = run.config[TrainingOptions].sdpa_backend, tf32_choice(run.config, run.world.device)
-    for number, micro in enumerate(batch.micro, start=1):
-        with run.parallel.accumulate(last=number == len(batch.micro)):
+    turns = list(product(batch.micro, run.loss.turns))
+    for number, (micro, turn) in enumerate(turns, start=1):
+        with run.parallel.accumulate(last=number == len(turns)), run.loss.at(turn, run.model):
             try:
                 with forward_time.measured():
-                    parts = run.loss(run.model, micro, run.parallel) / len(batch.micro)
+                    parts = run.loss(run.model, micro, run.parallel, turn) / len(turns)
             finally:
                 begin += run.settle()  # the step before
             with attention_kernel(kernel), products_in_tf32(tf32):  # recomputation is part of it
