@@ -13,11 +13,16 @@ import torch
 from accelerate import init_empty_weights
 from torch import Tensor, nn
 
-from smalti.diffusion import Conditioning
-from smalti.models import ModelFamily, SampleRequest, SizeConditioning, encode, materialise, native_objective
+from smalti.diffusion import Conditioning, Objective, build_objective
+from smalti.models import ModelFamily, SampleRequest, SizeConditioning, encode, materialise
 
 CAPTIONS: tuple[str, str, str] = ("a red fox in the snow", "two boats", "")
 SIZE = SizeConditioning(width=640, height=480, left=3, top=0)
+
+
+def native_objective(family: ModelFamily) -> Objective:
+    """What a family trains unless the options say otherwise."""
+    return build_objective(family.prediction, native=family.prediction, beta_schedule=family.beta_schedule)
 
 
 @dataclass(frozen=True)
