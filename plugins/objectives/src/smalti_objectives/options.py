@@ -31,9 +31,8 @@ class ObjectivesOptions(Options):
     )
     slider: Literal["prompts", "images"] | None = option(
         None,
-        help="Train an adapter that works both ways: at the strength 1, and in the other direction at -1. `prompts` takes the"
-        " direction from `slider_negative` to `slider_positive`, `images` from the counterparts of the images"
-        " (`slider_counterpart_path` of a dataset) to the images. Only with --model_type=lora.",
+        help="Train an adapter for both directions, by two prompts or by pairs of images (`slider_counterpart_path`)."
+        " At the strength -1 it does the opposite of what it does at 1.",
         tradeoff="a step takes twice as long with images, four times with prompts",
     )
     slider_positive: str | None = option(
@@ -57,9 +56,8 @@ class ObjectivesOptions(Options):
     )
     dpo_beta: float | None = option(
         None,
-        help="Learn to prefer the images of datasets with `rejected_path` to those there (Diffusion-DPO, Flow-DPO), instead of"
-        " learning them. The larger, the closer the model stays to the one without adapter; 2000 to 5000 is usual. Only"
-        " with --model_type=lora.",
+        help="Learn to prefer images to those in the `rejected_path` of their dataset (Diffusion-DPO, Flow-DPO)."
+        " The larger, the closer the adapter stays to the base; 2000 to 5000 is usual.",
         tradeoff="a step takes about 2.7 times as long",
         gt=0,
     )

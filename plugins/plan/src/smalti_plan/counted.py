@@ -138,8 +138,8 @@ def count(request: Mapping[str, object]) -> ModelFacts:
         kind=str(request["kind"]),
         source=largest.source,
     )
-    passes = {"trained_passes": 1 + trained, "other_passes": len(needs) - trained, "turns": len(loss.turns)}
-    return replace(found, sample=replace(found.sample, **passes))
+    sample = replace(found.sample, trained_passes=1 + trained, other_passes=len(needs) - trained, turns=len(loss.turns))
+    return replace(found, sample=sample)
 
 
 def _main() -> None:

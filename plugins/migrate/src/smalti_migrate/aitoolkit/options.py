@@ -231,13 +231,16 @@ def _noise_levels(found: Values, family: str, result: Imported) -> None:
     last = found.first("train.max_denoising_steps", default=1000)
     if first.read(whole) <= 0 and last.read(whole) >= 999:
         return
+    if first.read(whole) >= min(last.read(whole), 1000):
+        result.leave(first.place, "no denoising step is left to train", value=first.value)
+        return
     kind = "linear" if family in DDPM_FAMILIES else str(found.first("train.timestep_type", default="sigmoid").value)
     if kind not in ("linear", "sigmoid"):
         why = f"the range of timesteps is read for linear and sigmoid ones, and these are {kind}"
         result.leave(first.place, why, fix="timestep_min and timestep_max, from 0 (image) to 1 (noise)", value=first.value)
         return
     for name, given in (("timestep_min", last), ("timestep_max", first)):
-        share = 1 - min(max(given.read(whole), 0), 1000) / 1000
+        share = round(1 - min(max(given.read(whole), 0), 1000) / 1000, 6)
         level = share if kind == "linear" or share in (0, 1) else 1 / (1 + exp(-NormalDist().inv_cdf(share)))
         if level not in (0, 1):
             result.add(name, round(level, 6), source_text("", given.place, given.value, round(level, 6)))

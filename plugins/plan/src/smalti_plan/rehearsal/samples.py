@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import cycle, islice
 from typing import cast
@@ -11,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from smalti import World
+from smalti import UserError, World
 from smalti.config import Config, DataOptions, TrainingOptions
 from smalti.data import (
     Batch,
@@ -36,6 +37,7 @@ from smalti.data import (
 from smalti.diffusion import Conditioning
 from smalti.models import ModelFamily, SizeConditioning
 from smalti.plugins import Plugins
+from smalti.training import DenoisingLoss
 from smalti_plan.largest_bucket import trained_datasets
 
 CAPTION = "a photograph of a street at night, " * 200
@@ -90,20 +92,24 @@ class Samples:
     latents: Tensor | None
     texts: ExampleTexts | None
 
-    def batch(self, passes: PlannedPasses) -> Batch:
-        """One step of this rank: that of a hundred in which the terms of the loss need the most passes."""
-        micro = self._micro(passes)
+    def batch(self, loss: DenoisingLoss | None = None) -> Batch:
+        """One step of this rank: that of a hundred in which the terms of the loss need the most passes; without it, of none."""
+        micro = self._micro(loss)
         numbers = range(self.config[TrainingOptions].gradient_accumulation_steps)
         return Batch(position=0, epoch=0, bucket=self.bucket, micro=tuple(replace(micro) for _ in numbers))
 
-    def _micro(self, passes: PlannedPasses) -> MicroBatch:
+    def _micro(self, loss: DenoisingLoss | None) -> MicroBatch:
         size, device = self.config[DataOptions].train_batch_size, self.world.device
         width, height = self.bucket.width, self.bucket.height
         crop = SizeConditioning.of((width, height))
         pixels = torch.zeros(size, 3, height, width, device=device) if self.latents is None else None
         latents = None if self.latents is None else torch.cat([self.latents] * size).to(device)
-        datasets, needs = most_passes(self.config, self.plugins, passes)
+        datasets, needs = ((), frozenset[str]()) if loss is None else most_passes(self.config, self.plugins, loss)
         second = {chosen for name in needs if (chosen := pass_parts(name).get("caption"))}
+        others = {pass_parts(name).get("latents", "") for name in needs} | {
+            turn.latents for turn in (loss.turns if loss else ())
+        }
+        images = {name: torch.zeros(size, 3, height, width, dtype=torch.uint8, device=device) for name in others - {""}}
         captions = SecondCaptions(captions=(CAPTION,) * size, conditioning=self._conditioning(size))
         return MicroBatch(
             bucket=self.bucket,
@@ -115,7 +121,7 @@ class Samples:
             keys=("",) * size,
             size_conditioning=(crop,) * size,
             datasets=tuple(islice(cycle(datasets), size)),
-            columns=self._columns(datasets, size),
+            columns=images | self._columns(datasets, size),
             needs=needs,
             second_captions=dict.fromkeys(second, captions),
         )
@@ -128,7 +134,8 @@ class Samples:
         """What plugins read beside the images, without any value of them."""
         catalog, opened = catalog_of(self.plugins), dict[str, Column]()
         for spec in datasets:
-            opened |= catalog.open_columns(spec, datasets)
+            with suppress(UserError):  # as for a folder that is not here: a plan does not need the data
+                opened |= catalog.open_columns(spec, datasets)
         shape, width = self.family.latent_shape(self.bucket.width, self.bucket.height), self.bucket.width
         framing = Framing(
             bucket=self.bucket,
