@@ -28,13 +28,13 @@ def traced(folder, name, split):
     from torch._dynamo.utils import counters
 
     from smalti.config.resolution import resolve
-    from smalti.models import context_plan, encode
+    from smalti.models import context_plan
     from smalti.plugins.discovery import load_plugins
     from smalti.plugins.lookup import choose_distributed, find_family
     from smalti.plugins.schema import schema_of
     from smalti.training.build_run import build_model, open_parallel, wrap_model
     from smalti_fsdp2.context import split_context
-    from smalti_testing.family_subject import SIZE, FamilySubject
+    from smalti_testing.family_subject import SIZE, FamilySubject, encode
 
     plugins = load_plugins()
     given = (*FLAGS, f"--model_family={name}", f"--pretrained_model_name_or_path={folder}")

@@ -346,5 +346,4 @@ class SampleNoise:
     def column(self, numbers: Sequence[int], column: int) -> Tensor:
         """(B,) numbers strictly between 0 and 1, fp32: those of a `RandomColumn`."""
         # 23 bits and a half: every value is exact in fp32 and none is 0 or 1, where quantile functions have no value.
-        found = [uniform_single(derive_seed(self.seed, number, 1, column)) for number in numbers]
-        return torch.tensor(found, dtype=torch.float32)
+        return torch.tensor([uniform_single(derive_seed(self.seed, number, 1, column)) for number in numbers])

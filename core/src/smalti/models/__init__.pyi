@@ -13,7 +13,6 @@ from .family import (
     ModelFamily as ModelFamily,
     SampleRequest as SampleRequest,
     context_plan as context_plan,
-    encode as encode,
     latents_of as latents_of,
 )
 from .family_check import family_problems as family_problems

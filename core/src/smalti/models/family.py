@@ -366,13 +366,6 @@ class ModelFamily:
         self.device = torch.device(device)
 
 
-def encode(
-    family: ModelFamily, captions: Sequence[str], sizes: Sequence[SizeConditioning], width: int, height: int
-) -> Conditioning:
-    """All conditioning of samples, whose images are `width` x `height` pixels."""
-    return family.encode_captions(captions) | family.encode_size_conditioning(sizes, width, height)
-
-
 def latents_of(family: ModelFamily, pixels: Tensor | None, kept: Tensor | None) -> Tensor:
     """The latents of a batch, from its pixels or from what was stored of them."""
     if kept is not None:
