@@ -122,7 +122,7 @@ def opened(arguments: Sequence[str], closing: ExitStack) -> Any:
     class Real(Stage):
         def train(self) -> None:
             self.run.boundary.reach()
-            train_step(self.run, self.samples.batch())
+            train_step(self.run, self.samples.batch(self.run.loss))
             self.run.state.step += 1
 
     stage = Real(

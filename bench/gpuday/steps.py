@@ -109,7 +109,9 @@ def staged(order: Order, closing: ExitStack) -> Stage:
     rows = {name: torch.randn(row.shape).to(row.dtype) if row.is_floating_point() else row for name, row in examples.items()}
     latents = torch.randn(1, *family.latent_shape(bucket.width, bucket.height)) if family.cacheable else None
     texts = ExampleTexts({name: row.to("cpu") for name, row in rows.items()}) if family.cacheable else None
-    stage.samples = Samples(config=config, bucket=bucket, world=parallel.world, latents=latents, texts=texts)
+    stage.samples = Samples(
+        config=config, plugins=plugins, family=family, bucket=bucket, world=parallel.world, latents=latents, texts=texts
+    )
     return stage
 
 
@@ -123,7 +125,7 @@ def steps(stage: Stage, order: Order, memory: _Memory) -> Measured:
     dynamo.counters.clear()
     stage.build()
     stage.weights = None
-    run, batch = stage.run, stage.samples.batch()
+    run, batch = stage.run, stage.samples.batch(stage.run.loss)
     run.model.train()
     if not run.family.cacheable:
         pixels = torch.randn(len(batch.micro[0].captions), 3, stage.bucket.height, stage.bucket.width)

@@ -166,7 +166,7 @@ def test_the_order_is_what_a_run_sees(config: Path, tmp_path: Path, cached: bool
 
     rows = [row for batch in report for row in batch["samples"]]
     assert {row["number"]: (row["key"], row["caption"], row["rank"], row["micro_batch"]) for row in rows} == seen
-    chance = SampleNoise(data.order.seed).uniform([row["number"] for row in rows], 2)[:, 1]
+    chance = SampleNoise(data.order.seed).column([row["number"] for row in rows], 1)
     assert [row["caption_dropped"] for row in rows] == (chance < 0.3).tolist()
     assert {row["flipped"] for row in rows} == {row["caption_dropped"] for row in rows} == {True, False}
     assert all(f"{row['key']}: {row['caption']}" in run("order", *words, "--position=3").output for row in rows[:8])

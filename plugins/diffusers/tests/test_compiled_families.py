@@ -36,13 +36,13 @@ def traced(folder, name, split, flags=ADAPTER, edges=SIZES[:1]):
     from torch._dynamo.utils import counters
 
     from smalti.config.resolution import resolve
-    from smalti.models import context_plan, encode
+    from smalti.models import context_plan
     from smalti.plugins.discovery import load_plugins
     from smalti.plugins.lookup import choose_distributed, find_family
     from smalti.plugins.schema import schema_of
     from smalti.training.build_run import build_model, open_parallel, wrap_model
     from smalti_fsdp2.context import split_context
-    from smalti_testing.family_subject import SIZE, FamilySubject
+    from smalti_testing.family_subject import SIZE, FamilySubject, encode
 
     plugins = load_plugins()
     ranks = int(os.environ["WORLD_SIZE"])

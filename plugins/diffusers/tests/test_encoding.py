@@ -16,7 +16,7 @@ from smalti.data.encoded import Encoded, encode_ahead
 from smalti.data.from_options import scan_data
 from smalti.data.loader import Loader
 from smalti.data.prepared import PreparedData
-from smalti.models.family import SampleRequest, native_objective
+from smalti.models.family import SampleRequest
 from smalti.models.weights import materialise
 from smalti.plugins import find_family
 from smalti.plugins.discovery import load_plugins
@@ -28,6 +28,7 @@ from smalti.types import World
 from smalti_diffusers.families.flux import Flux
 from smalti_diffusers.options import DiffusersOptions
 from smalti_diffusers.sources.components import Components
+from smalti_testing.family_subject import native_objective
 from support.whole import some
 
 FAMILIES = ("flux", "flux2", "sdxl", "sana", "qwen_image")

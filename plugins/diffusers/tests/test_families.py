@@ -16,7 +16,7 @@ from smalti import UserError
 from smalti.config.resolution import resolve
 from smalti.diffusion.objective import RectifiedFlow
 from smalti.diffusion.timesteps import shift_times
-from smalti.models.family import SampleRequest, native_objective
+from smalti.models.family import SampleRequest
 from smalti.plugins.discovery import load_plugins
 from smalti.plugins.lookup import find_family
 from smalti.plugins.schema import schema_of
@@ -28,6 +28,7 @@ from smalti_diffusers.families.sana import Sana
 from smalti_diffusers.options import DiffusersOptions
 from smalti_diffusers.pipeline import PipelineFamily
 from smalti_diffusers.sources.components import Components
+from smalti_testing.family_subject import native_objective
 from smalti_testing.pytest import FamilyContract
 from support.whole import some
 

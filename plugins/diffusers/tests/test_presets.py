@@ -54,7 +54,7 @@ def written(*words):
     assert Path("config.toml").read_text() == answer["toml"]
     line = CommandLine.parse(["config.toml"])
     config = line.draft()
-    problems, _ = find_problems(config, line.plugins)
+    problems = find_problems(config, line.plugins)
     assert [each for each in problems if each.package != "torchao"] == []
     check_sources(config, line.plugins)
     given = tomllib.loads(answer["toml"])

@@ -11,7 +11,7 @@ from smalti import UserError
 from smalti.config.resolution import resolve
 from smalti.diffusion.objective import build_objective
 from smalti.models.blocks import find_blocks
-from smalti.models.family import SampleRequest, encode
+from smalti.models.family import SampleRequest
 from smalti.models.setup import use_channels_last
 from smalti.models.size_conditioning import SizeConditioning
 from smalti.models.weights import materialise
@@ -22,6 +22,7 @@ from smalti_diffusers.flavours import shipped_folder
 from smalti_diffusers.options import DiffusersOptions
 from smalti_diffusers.sources.components import Components
 from smalti_fsdp2.blocks import describe_blocks
+from smalti_testing.family_subject import encode
 from smalti_testing.pytest import FamilyContract
 
 

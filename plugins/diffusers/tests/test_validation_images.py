@@ -7,9 +7,10 @@ import torch
 from diffusers import DiffusionPipeline
 from kinds import EVERY, PROMPTS, TOLD
 
-from smalti.models.family import SampleRequest, native_objective
+from smalti.models.family import SampleRequest
 from smalti.models.weights import materialise, without_weights
 from smalti_diffusers.sources.components import class_of
+from smalti_testing.family_subject import native_objective
 from support.whole import some
 
 NEGATIVE = ("ugly, blurred", "")

@@ -14,10 +14,11 @@ from torch.distributed.tensor.debug import CommDebugMode
 
 from smalti import Block, UserError
 from smalti.models.context_parallel import Attention, ContextPlan, Join, Split
-from smalti.models.family import SampleRequest, context_plan, native_objective
+from smalti.models.family import SampleRequest, context_plan
 from smalti_fsdp2.activation_checkpointing import recompute
 from smalti_fsdp2.context import split_context
 from smalti_testing import RankFailed, TinyFamily
+from smalti_testing.family_subject import native_objective
 from smalti_toy.family import ToyFamily, ToyShape
 from support.forked_ranks import forked_processes
 

@@ -110,3 +110,50 @@ def test_masks_of_a_dataset(imported):
     values, left, _ = convert(imported, datasets=[masked, {**masked, "mask_min_value": 0.5}], train__inverted_mask_prior=True)
     assert (values["mask_floor"], values["prior_outside_mask"]) == (0.25, 0.5)
     assert "mask_floor is one for all datasets here" in left["config.json: datasets[1].mask_min_value"].why
+
+
+def test_what_is_preserved_is_imported(imported):
+    given = {
+        "diff_output_preservation": True,
+        "diff_output_preservation_class": "cat",
+        "diff_output_preservation_multiplier": 0.5,
+    }
+    values, left, _ = convert(imported, **{f"train__{key}": value for key, value in given.items()})
+    assert [values[name] for name in ("preserve", "preserve_class", "preserve_weight")] == ["class", "cat", 0.5]
+    assert left.keys() == OFF
+    values, left, _ = convert(imported, train__blank_prompt_preservation=True)
+    assert (values["preserve"], "preserve_weight" in values, left.keys()) == ("blank", False, OFF)
+    assert "preserve" not in convert(imported, train__diff_output_preservation=False)[0]
+
+
+def test_denoising_steps_become_noise_levels(imported):
+    values, left, _ = convert(
+        imported, train__timestep_type="linear", train__min_denoising_steps=200, train__max_denoising_steps=900
+    )
+    assert (values["timestep_min"], values["timestep_max"], left.keys()) == (0.1, 0.8, OFF)
+    values, _, _ = convert(imported, train__max_denoising_steps=500)
+    assert (values["timestep_min"], "timestep_max" in values) == (0.5, False)
+    values, _, _ = convert(imported, train__min_denoising_steps=159)
+    assert values["timestep_max"] == pytest.approx(0.7308, abs=2e-3)  # a standard deviation above the middle
+    values, left, _ = convert(imported, train__timestep_type="weighted", train__min_denoising_steps=200)
+    assert "timestep_max" not in values
+    assert "config.json: train.min_denoising_steps" in left
+    assert "timestep_min" not in convert(imported, train__min_denoising_steps=0, train__max_denoising_steps=999)[0]
+
+
+def test_a_slider_of_prompts_is_imported_with_its_anchor(imported):
+    slider = {"positive_prompt": "old", "negative_prompt": "young", "guidance_strength": 2.5, "anchor_class": "a tree"}
+    given = {**slider, "anchor_strength": 0.5, "target_class": "person"}
+    values, left, _ = convert(imported, type="concept_slider", slider=given)
+    names = (
+        "slider",
+        "slider_positive",
+        "slider_negative",
+        "slider_guidance",
+        "preserve",
+        "preserve_prompts",
+        "preserve_weight",
+    )
+    assert [values[name] for name in names] == ["prompts", "old", "young", 2.5, "prompts", ["a tree"], 0.5]
+    assert left.keys() == {*OFF, "config.json: slider.target_class"}
+    assert 'instance_prompt = "person"' in left["config.json: slider.target_class"].fix

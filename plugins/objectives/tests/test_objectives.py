@@ -158,7 +158,7 @@ def test_a_visit_takes_one_of_the_prompts_by_its_number_alone():
     words = "--model_type=lora", "--preserve=prompts", "--preserve_prompts=a", "--preserve_prompts=b", "--preserve_prompts=c"
     loss = loss_of(Adapted(), *words)
     chosen = [loss.second_caption("preserve", "zwx", ZWX, number) for number in range(300)]
-    column = SampleNoise(loss.noise.seed).uniform(range(300), 5)[:, 4]
+    column = SampleNoise(loss.noise.seed).column(range(300), 4)
     assert chosen == ["abc"[int(3 * share)] for share in column.tolist()]
     assert {*chosen} == {"a", "b", "c"}
 
@@ -232,7 +232,7 @@ def test_times_in_a_range_have_the_frequencies_of_the_distribution(distribution,
 
 def test_a_range_is_what_a_run_trains_on_and_says():
     loss = loss_of(TinyFamily(), "--timestep_min=0.4", "--flow_schedule_shift=3")
-    times = loss.timesteps(loss.noise.uniform(range(1000))[:, 0], 24)
+    times = loss.timesteps(loss.noise.column(range(1000), 0), 24)
     assert float(times.min()) >= 0.4
     said = loss.describe_timesteps([Bucket(WIDTH, HEIGHT)])
     assert said == "logit-normal(0, 1), shift 3 (flow_schedule_shift), of these the times from 0.4 to 1"

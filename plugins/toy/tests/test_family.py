@@ -10,7 +10,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from smalti.diffusion.objective import SampleNoise, build_objective
 from smalti.errors import UserError
-from smalti.models.family import ModelFamily, SampleRequest, native_objective
+from smalti.models.family import ModelFamily, SampleRequest
+from smalti_testing.family_subject import native_objective
 from smalti_toy.family import ToyFamily, ToyShape, ToyTransformer, hash_words
 
 SMALL = ToyShape(width=32, depth=2, heads=2, max_tokens=6, vocabulary=64)
@@ -197,7 +198,7 @@ def test_it_learns_two_words_with_every_prediction(prediction: str) -> None:
     losses = []
     for step in range(100):
         numbers = range(step * 16, step * 16 + 16)
-        t = objective.times(noise.uniform(numbers)[:, 0])
+        t = objective.times(noise.column(numbers, 0))
         drawn = noise.normal(numbers, (3, 8, 8))
         noisy = objective.add_noise(latents, drawn, t)
         prediction_ = family.forward(model, noisy, objective.timesteps(t), conditioning)

@@ -42,7 +42,7 @@ HELD_OUT = {"id": "held-out", "instance_data_dir": "held-out", "caption_strategy
 
 
 def configured(directory: Path, datasets: list[dict], *flags: str):
-    plugins = load_plugins(Selection(only=("fsdp2", "toy", "validation"), without=("console",)))
+    plugins = load_plugins(Selection(only=("fsdp2", "objectives", "toy", "validation"), without=("console",)))
     places = [{**dataset, "instance_data_dir": str(directory.parent / dataset["instance_data_dir"])} for dataset in datasets]
     file = directory.with_suffix(".json")
     file.write_text(json.dumps(places))
@@ -221,6 +221,25 @@ def test_only_so_many_pictures_are_evaluated_as_are_asked_for(root):
     assert preparation.data is not None
     assert preparation.data.held_out is not None
     assert sum(count.total for count in preparation.data.held_out.counts) == 3
+
+
+def test_masks_and_weights_of_held_out_pictures_count(root):
+    flags = ("--learning_rate=0", f"--pretrained_model_name_or_path={root / 'first.safetensors'}", "--max_train_steps=1")
+    for name in ("white", "left"):
+        (root / name).mkdir()
+        for path in (root / "held-out").glob("held-out *.png"):
+            with Image.open(path) as picture:
+                mask = Image.new("L", picture.size, 255)
+            if name == "left":
+                mask.paste(0, (mask.width // 2, 0, mask.width, mask.height))
+            mask.save(root / name / path.name)
+    losses = {}
+    for name in ("", "white", "left"):
+        keys = {"mask_path": str(root / name), "loss_weight": 0.5} if name else {}
+        [found] = evaluations(train(root / f"masked {name}", [TRAINED, {**HELD_OUT, **keys}], *flags, "--train_batch_size=2"))
+        losses[name] = found["loss"]
+    assert losses["white"] == losses[""] / 2
+    assert abs(losses["left"] - losses["white"]) > 1e-4
 
 
 # --- the best checkpoint ------------------------------------------------------------------------------------------------

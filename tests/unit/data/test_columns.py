@@ -108,6 +108,14 @@ def test_batches_have_what_a_column_reads_and_neutral_values_of_other_datasets(p
     assert data.notices[0] == "4 lengths"
 
 
+def test_without_columns_no_visit_is_framed(pets) -> None:
+    def latent_shape(width, height):
+        raise AssertionError("nobody reads a column")
+
+    with Loader(data_of(pets), world=World(), micro_batch=4, latent_shape=latent_shape) as loader:
+        assert next(loader).micro[0].columns == {}
+
+
 def test_an_index_with_a_column_takes_over_rows_of_one_without_and_back(pets, tmp_path: Path) -> None:
     first = data_of(pets, run=tmp_path / "run")
     keys = set(data_of({**pets, "longest": 99}, run=tmp_path / "run").datasets[0].index.keys())

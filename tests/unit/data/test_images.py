@@ -15,13 +15,18 @@ import torch
 from PIL import Image
 
 from smalti.data.buckets import Bucket, CropSettings
-from smalti.data.images import crop, decode, normalised, srgb_transform
+from smalti.data.images import Bytes, crop, decode as decode_scaled, normalised, srgb_transform
 from smalti.data.scan.image_sizes import read_header
 from smalti.data.scan.quarantine import BadSampleError
 from smalti.data.storage.local import LocalStorage
 from support.colour_profiles import ADOBE_GAMMA, ADOBE_RGB, DISPLAY_P3, SRGB, grey_profile, ink_profile, rgb_profile, values_in
 
 SAME = CropSettings(resolution=8, alignment=8)
+
+
+def decode(data: bytes, settings: CropSettings, bucket: Bucket) -> Bytes:
+    """An image scaled for its bucket."""
+    return decode_scaled(data, lambda width, height: settings.resized(width, height, bucket))
 
 
 def encoded(image: Image.Image, kind: str = "PNG", **options: object) -> bytes:

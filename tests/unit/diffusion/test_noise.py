@@ -26,29 +26,29 @@ def test_noise_is_unit_normal_and_independent_between_samples_and_seeds() -> Non
 
 
 def test_uniform_numbers_are_spread_evenly() -> None:
-    u = SampleNoise(0).uniform(range(20_000), 2)
-    for column in u.T:
+    u = torch.stack([SampleNoise(0).column(range(20_000), number) for number in range(2)])
+    for column in u:
         counts = torch.histc(column, bins=20, min=0, max=1)
         assert (counts - 1000).abs().max() < 150
-    assert torch.corrcoef(u.T)[0, 1].abs() < 0.03
+    assert torch.corrcoef(u)[0, 1].abs() < 0.03
 
 
 def test_no_samples_give_no_noise() -> None:
     assert SampleNoise(0).normal([], (3, 2, 2)).shape == (0, 3, 2, 2)
 
 
-@given(st.integers(), st.lists(words, max_size=4), st.integers(min_value=1, max_value=5))
-def test_uniform_numbers_are_inside_0_and_1_and_do_not_depend_on_their_count(seed: int, numbers: list[int], count: int) -> None:
-    u = SampleNoise(seed).uniform(numbers, count)
-    assert u.shape == (len(numbers), count)
+@given(st.integers(), st.lists(words, max_size=4), st.integers(min_value=0, max_value=5))
+def test_uniform_numbers_are_inside_0_and_1_and_do_not_depend_on_the_others(seed: int, numbers: list[int], column: int) -> None:
+    u = SampleNoise(seed).column(numbers, column)
+    assert u.shape == (len(numbers),)
     assert ((u > 0) & (u < 1)).all()
-    assert torch.equal(u[:, :1], SampleNoise(seed).uniform(numbers))
+    assert torch.equal(u[:1], SampleNoise(seed).column(numbers[:1], column))
 
 
 def test_noise_and_uniform_numbers_do_not_disturb_each_other() -> None:
     noise = SampleNoise(3)
     before = noise.normal([5], (4,))
-    noise.uniform([5, 6], 3)
+    noise.column([5, 6], 3)
     assert torch.equal(noise.normal([5], (4,)), before)
 
 

@@ -129,8 +129,9 @@ def test_without_another_term_loss_and_gradients_are_those_of_plain_means_to_the
 def plainly(loss, model, given, regularised) -> torch.Tensor:
     """The loss in as few words as there are, as it was before there were terms."""
     family, objective = loss.family, loss.objective
-    noise, chance = loss.noise.normal(given.numbers, given.pixels.shape[1:]), loss.noise.uniform(given.numbers, 2)
-    t = objective.times(loss.timesteps(chance[:, 0], family.image_tokens(WIDTH, HEIGHT)))
+    noise = loss.noise.normal(given.numbers, given.pixels.shape[1:])
+    chance = loss.noise.column(given.numbers, RandomColumn.TIMESTEP)
+    t = objective.times(loss.timesteps(chance, family.image_tokens(WIDTH, HEIGHT)))
     noisy, texts = objective.add_noise(given.pixels, noise, t), family.encode_captions(given.captions)
     target = objective.target(given.pixels, noise, t)
     if any(regularised):

@@ -35,7 +35,6 @@ from .known_packages import (
     PLUGINS as PLUGINS,
     family_packages as family_packages,
     package_of as package_of,
-    package_of_checkpoint as package_of_checkpoint,
     package_of_family as package_of_family,
     package_of_nodes as package_of_nodes,
     package_of_topic as package_of_topic,

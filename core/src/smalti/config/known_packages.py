@@ -142,14 +142,6 @@ def family_packages() -> str:
     return "; or ".join(f"{', '.join(package.families)}: {package.fix}" for package in PACKAGES if package.families)
 
 
-def package_of_checkpoint(folder: Path, known: Iterable[str]) -> Package | None:
-    """The package that reads a checkpoint in this folder, unless its format is among the `known` ones."""
-    for package in PACKAGES:
-        if any(name not in known and any(folder.glob(mark)) for mark, name in package.checkpoints):
-            return package
-    return None
-
-
 def package_of_nodes() -> Package:
     """The package that launches on several nodes."""
     return next(package for package in PACKAGES if package.nodes)

@@ -54,6 +54,7 @@ from .from_options import (
 from .images import (
     Bytes as Bytes,
     crop as crop,
+    decode as decode,
     normalised as normalised,
     srgb_transform as srgb_transform,
     upright as upright,
@@ -85,10 +86,12 @@ from .scan.build import (
     Kept as Kept,
     MakeRows as MakeRows,
     Progress as Progress,
-    scan_part as scan_part,
+    reading_threads as reading_threads,
+    write_rows as write_rows,
     written as written,
 )
 from .scan.changes import changes as changes, keep as keep
+from .scan.earlier import EarlierRows as EarlierRows
 from .scan.identity import Identity as Identity, Settings as Settings, first_digest as first_digest
 from .scan.image_sizes import (
     DECODING_ERRORS as DECODING_ERRORS,

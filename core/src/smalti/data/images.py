@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import io
 import logging
+from collections.abc import Callable
 from functools import lru_cache
 
 import numpy as np
@@ -15,7 +16,7 @@ from numpy.typing import NDArray
 from PIL import Image, ImageChops, ImageCms
 from torch import Tensor
 
-from smalti.data.buckets import Bucket, CropSettings
+from smalti.data.buckets import Bucket
 from smalti.data.dataset import Sample
 from smalti.data.scan.image_sizes import DECODING_ERRORS, open_image, orientation
 from smalti.data.scan.quarantine import BadSampleError
@@ -46,20 +47,24 @@ def read_image(sample: Sample, bucket: Bucket) -> Bytes:
     except StorageError as error:
         raise BadSampleError(error.message) from error
     was_opened = sample.dataset.index.content(sample.row) != 0  # a table may have other sizes than the files
-    return decode(data, sample.crop_settings, bucket, sample.size if was_opened else None)
+
+    def scaled(width: int, height: int) -> tuple[int, int]:
+        if was_opened and (width, height) != sample.size:
+            raise BadSampleError(f"its size is {width}x{height}, and was {'x'.join(map(str, sample.size))} when it was scanned")
+        return sample.crop_settings.resized(width, height, bucket)
+
+    return decode(data, scaled)
 
 
-def decode(data: bytes, crop_settings: CropSettings, bucket: Bucket, size: tuple[int, int] | None = None) -> Bytes:
-    """An image as (3, H, W) bytes: upright, sRGB on white, scaled for its bucket but not yet cropped.
+def decode(data: bytes, scaled: Callable[[int, int], tuple[int, int]]) -> Bytes:
+    """An image as (3, H, W) bytes: upright, sRGB on white, of the width and height that `scaled` makes of its own; not cropped.
 
-    Raises BadSampleError for anything but a complete, readable image, and for another `size` than the scan has found.
+    Raises BadSampleError for anything but a complete, readable image.
     """
     with open_image(data) as image:
         turn = orientation(image)
         width, height = image.size if turn < 5 else image.size[::-1]
-        if size is not None and size != (width, height):
-            raise BadSampleError(f"its size is {width}x{height}, and was {size[0]}x{size[1]} when it was scanned")
-        target = crop_settings.resized(width, height, bucket)
+        target = scaled(width, height)
         # A JPEG can be decoded at a fraction of its size; twice the target leaves the quality to the filter below.
         image.draft(None, (2 * max(target), 2 * max(target)))
         try:

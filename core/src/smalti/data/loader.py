@@ -432,6 +432,8 @@ class _Reader:
         self, sample: Sample, own: Mapping[str, Column], batch: GlobalBatch, offset: CropOffset, number: int
     ) -> dict[str, Tensor]:
         """The values of all columns of the run for a visit: from those that the sample has as its `own`, else neutral ones."""
+        if not self._columns:
+            return {}
         height, width = self._latent_shape(batch.bucket.width, batch.bucket.height)[-2:]
         flipped = sample.is_flipped(self._data.order.seed, number)
         scaled = sample.crop_settings.resized(*sample.size, batch.bucket)

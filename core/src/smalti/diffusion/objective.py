@@ -307,7 +307,7 @@ def _per_sample(values: Tensor, like: Tensor) -> Tensor:
 
 
 class RandomColumn(IntEnum):
-    """The columns of `SampleNoise.uniform`: which number of a visit decides what.
+    """The columns of `SampleNoise.column`: which number of a visit decides what.
 
     Never renumber them: a run that resumes repeats its choices. A plugin that chooses something else begins at 100.
     """
@@ -344,11 +344,6 @@ class SampleNoise:
         return noise
 
     def column(self, numbers: Sequence[int], column: int) -> Tensor:
-        """(B,) numbers like those of `uniform`: its column of this number, see `RandomColumn`."""
-        return torch.tensor([uniform_single(derive_seed(self.seed, number, 1, column)) for number in numbers])
-
-    def uniform(self, numbers: Sequence[int], count: int = 1) -> Tensor:
-        """(B, K) numbers strictly between 0 and 1, fp32, K = `count`; the first ones do not depend on `count`."""
+        """(B,) numbers strictly between 0 and 1, fp32: those of a `RandomColumn`."""
         # 23 bits and a half: every value is exact in fp32 and none is 0 or 1, where quantile functions have no value.
-        rows = [[uniform_single(derive_seed(self.seed, number, 1, k)) for k in range(count)] for number in numbers]
-        return torch.tensor(rows, dtype=torch.float32).view(len(numbers), count)
+        return torch.tensor([uniform_single(derive_seed(self.seed, number, 1, column)) for number in numbers])

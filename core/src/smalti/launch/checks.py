@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -106,15 +106,9 @@ def check_run(config: Config, plugins: Plugins, *, thorough: bool = False) -> Ch
     return found
 
 
-def find_problems(config: Config, plugins: Plugins) -> tuple[list[Problem], str]:
-    """All problems of these options, and the model that was not checked because weights may have to be downloaded for it."""
-    checks, _ = _checked(config, plugins, thorough=False, fetch=False)
-    with suppress(InvalidOptionError, UserError):
-        options = config[ModelOptions]
-        start = options.pretrained_model_name_or_path or str(options.model_family)
-        if family_entry(config, plugins).downloads and not Path(start).expanduser().is_dir():
-            return checks.problems, start
-    return checks.problems, ""
+def find_problems(config: Config, plugins: Plugins) -> list[Problem]:
+    """All problems of these options. A model for which weights may have to be downloaded is not checked."""
+    return _checked(config, plugins, thorough=False, fetch=False)[0].problems
 
 
 def _checked(config: Config, plugins: Plugins, *, thorough: bool, fetch: bool) -> tuple[ProblemCollector, CheckedRun | None]:

@@ -13,9 +13,7 @@ from .family import (
     ModelFamily as ModelFamily,
     SampleRequest as SampleRequest,
     context_plan as context_plan,
-    encode as encode,
     latents_of as latents_of,
-    native_objective as native_objective,
 )
 from .family_check import family_problems as family_problems
 from .setup import (

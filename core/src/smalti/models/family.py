@@ -23,7 +23,6 @@ from smalti.diffusion import (
     RectifiedFlow,
     Sampler,
     Shift,
-    build_objective,
     seeded_noise,
 )
 from smalti.errors import UserError
@@ -369,18 +368,6 @@ class ModelFamily:
     def to(self, device: str) -> None:
         """Move frozen parts (encoders, autoencoder) to the device that training runs on. By default sets `device`."""
         self.device = torch.device(device)
-
-
-def native_objective(family: ModelFamily) -> Objective:
-    """What a family trains unless the options say otherwise."""
-    return build_objective(family.prediction, native=family.prediction, beta_schedule=family.beta_schedule)
-
-
-def encode(
-    family: ModelFamily, captions: Sequence[str], sizes: Sequence[SizeConditioning], width: int, height: int
-) -> Conditioning:
-    """All conditioning of samples, whose images are `width` x `height` pixels."""
-    return family.encode_captions(captions) | family.encode_size_conditioning(sizes, width, height)
 
 
 def latents_of(family: ModelFamily, pixels: Tensor | None, kept: Tensor | None) -> Tensor:

@@ -39,5 +39,12 @@ from .periodic import is_due as is_due, periodic_work as periodic_work
 from .resume import check_adapter as check_adapter
 from .resume_checks import check_resumable as check_resumable
 from .run import Context as Context, PeriodicWork as PeriodicWork, Run as Run, StepsInBackward as StepsInBackward
-from .terms import Step as Step, Term as Term, lacks_base as lacks_base
+from .terms import (
+    POLICY as POLICY,
+    SecondCaption as SecondCaption,
+    Step as Step,
+    Term as Term,
+    Turn as Turn,
+    lacks_base as lacks_base,
+)
 from .trainer import train as train, train_step as train_step

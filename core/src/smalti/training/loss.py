@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from smalti.config import Config, DataOptions, ObjectiveOptions, RunOptions
-from smalti.data import Bucket, DatasetSpec, MicroBatch, pass_parts
+from smalti.data import Bucket, DatasetSpec, MicroBatch, normalised, pass_parts
 from smalti.diffusion import (
     Conditioning,
     Distribution,
@@ -31,7 +31,7 @@ from smalti.diffusion import (
 from smalti.errors import UserError
 from smalti.models import ModelFamily, latents_of
 from smalti.parallel import Parallel, to_device
-from smalti.training.terms import POLICY, Step, Term, lacks_base
+from smalti.training.terms import POLICY, Step, Term, Turn, lacks_base
 
 
 def objective_of(config: Config, family: ModelFamily) -> Objective:
@@ -93,14 +93,26 @@ class DenoisingLoss:
         [choose] = [term.second_captions[name] for term in self.terms if name in term.second_captions]
         return choose(caption, dataset, number)
 
-    def __call__(self, model: nn.Module, batch: MicroBatch, parallel: Parallel) -> Losses:
+    @property
+    def turns(self) -> Sequence[Turn]:
+        """How each micro-batch goes through the model, in this order. Raises UserError if two terms differ."""
+        found = {tuple(term.turns) for term in self.terms} - {Term.turns}
+        if len(found) > 1:
+            raise UserError("two terms of the loss train the adapter at strengths of their own", fix="leave one of them out")
+        return next(iter(found), Term.turns)
+
+    def at(self, turn: Turn, model: nn.Module) -> AbstractContextManager[None]:
+        """Around forward and backward pass of a turn, because the backward pass may compute parts of the model again."""
+        return nullcontext() if turn.strength == 1 else self.family.adapter_strength(model, turn.strength)
+
+    def __call__(self, model: nn.Module, batch: MicroBatch, parallel: Parallel, turn: Turn = Turn()) -> Losses:  # noqa: B008
         """The loss of one micro-batch, with parts called `names`.
 
-        Each rank has to call it: the model may be sharded, and all ranks make the passes that `batch.needs` names.
+        Each rank has to call it, within `at`: the model may be sharded, and all ranks make the passes that `batch.needs` names.
         """
         tokens = self.family.image_tokens(batch.bucket.width, batch.bucket.height)
         fractions = self.timesteps(self.noise.column(batch.numbers, RandomColumn.TIMESTEP), tokens)
-        step = self._step(model, batch, parallel, fractions)
+        step = self._step(model, batch, parallel, fractions, turn)
         for term in self.terms:
             step = replace(step, targets={**step.targets, "": term.target(step, step.targets[""])})
         errors = step.errors()
@@ -120,11 +132,11 @@ class DenoisingLoss:
             fractions=fractions,
         )
 
-    def _step(self, model: nn.Module, batch: MicroBatch, parallel: Parallel, fractions: Tensor) -> Step:
+    def _step(self, model: nn.Module, batch: MicroBatch, parallel: Parallel, fractions: Tensor, turn: Turn) -> Step:
         """All forward passes over a micro-batch."""
         noisy, targets, predictions = dict[str, Tensor](), dict[str, Tensor](), dict[str, Tensor]()
         with torch.no_grad():
-            latents = latents_of(self.family, batch.pixels, batch.latents)
+            latents = self._latents(batch, turn.latents)
             width, height = batch.bucket.width, batch.bucket.height
             noise = self.noise.normal(batch.numbers, latents.shape[1:])
             chance = partial(self.noise.column, batch.numbers)
@@ -138,7 +150,7 @@ class DenoisingLoss:
             chosen = pass_parts(name)
             column = chosen.get("latents", "")
             if column not in noisy:
-                clean = batch.columns[column] if column else latents
+                clean = self._latents(batch, column) if column else latents
                 noisy[column] = self.objective.add_noise(clean, noise, t)
                 targets[column] = self.objective.target(clean, noise, t)
             given = texts[chosen.get("caption", "")] | sizes
@@ -152,7 +164,16 @@ class DenoisingLoss:
             weights=self.weighting(t),
             predictions=predictions,
             targets=targets,
+            turn=turn,
         )
+
+    @torch.no_grad()
+    def _latents(self, batch: MicroBatch, column: str) -> Tensor:
+        """Those of the images, or of a column: the column itself, or if it has bytes, which are pixels, what they become."""
+        if not column:
+            return latents_of(self.family, batch.pixels, batch.latents)
+        values = batch.columns[column]
+        return self.family.encode_images(normalised(values)) if values.dtype == torch.uint8 else values
 
     @contextmanager
     def _base(self, model: nn.Module) -> Iterator[None]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, replace
+from itertools import product
 
 import torch
 
@@ -102,18 +103,20 @@ def train_step(run: Run, batch: Batch) -> None:
     total = torch.zeros(len(run.loss.names), device=run.world.device)
     seen = list[tuple[torch.Tensor, torch.Tensor]]()
     kernel, tf32 = run.config[TrainingOptions].sdpa_backend, tf32_choice(run.config, run.world.device)
-    for number, micro in enumerate(batch.micro, start=1):
-        with run.parallel.accumulate(last=number == len(batch.micro)):
+    turns = list(product(batch.micro, run.loss.turns))
+    for number, (micro, turn) in enumerate(turns, start=1):
+        with run.parallel.accumulate(last=number == len(turns)), run.loss.at(turn, run.model):
             try:
                 with forward_time.measured():
-                    losses = run.loss(run.model, micro, run.parallel)
-                    parts = losses.parts / len(batch.micro)
+                    losses = run.loss(run.model, micro, run.parallel, turn)
+                    parts = losses.parts / len(turns)
             finally:
                 begin += run.settle()  # the step before
             with attention_kernel(kernel), products_in_tf32(tf32):  # recomputation is part of it
                 run.backward(parts.sum())
         total += parts.detach()
-        seen.append((losses.samples, losses.fractions))
+        if turn == run.loss.turns[0]:
+            seen.append((losses.samples, losses.fractions))
     read, steps = run.check(run.parallel.mean(total), run.clip_gradients(), [samples for samples, _ in seen])
     state, learning_rate = run.state, float(run.optimizer.param_groups[0]["lr"])
     run.leave_boundary()

@@ -9,15 +9,18 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
 
 import click
 
 from smalti import Config, ConfigError, InvalidOptionError, Problem, UserError, problems_in
 from smalti.cli import Command, CommandLine
+from smalti.config import ModelOptions
 from smalti.data import check_sources
 from smalti.launch import check_accelerators, find_problems
 from smalti.parallel import accelerator_kind
-from smalti.plugins import Plugins
+from smalti.plugins import Plugins, family_entry
 from smalti.system import die_with_parent
 
 
@@ -54,12 +57,22 @@ def problems_of(config: Config, plugins: Plugins) -> tuple[list[Problem], str]:
 
     The second value is a model that was not checked, because its weights may have to be downloaded.
     """
-    found, unchecked = find_problems(config, plugins)
+    found, unchecked = find_problems(config, plugins), _to_download(config, plugins)
     if not found:
         found = _collected(
             [lambda: check_sources(config, plugins), lambda: check_accelerators(config, accelerator_kind(config))]
         )
     return found, unchecked
+
+
+def _to_download(config: Config, plugins: Plugins) -> str:
+    """The model for which weights may have to be downloaded; "" for none, and where options are invalid."""
+    with suppress(InvalidOptionError, UserError):
+        options = config[ModelOptions]
+        start = options.pretrained_model_name_or_path or str(options.model_family)
+        if family_entry(config, plugins).downloads and not Path(start).expanduser().is_dir():
+            return start
+    return ""
 
 
 def _collected(checks: Sequence[Callable[[], object]]) -> list[Problem]:

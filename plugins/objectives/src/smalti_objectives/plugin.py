@@ -1,4 +1,4 @@
-"""Preservation, masks, weights of images and ranges of noise levels: terms of the loss and their columns. Imports no torch."""
+"""Preservation, masks, sliders, preferences and so on: terms of the loss, and their columns. Imports no torch."""
 
 from __future__ import annotations
 
@@ -23,6 +23,18 @@ COLUMNS = (
         title="Weight in the loss",
         keys="smalti_objectives.columns.keys:WeightKeys",
         factory="smalti_objectives.columns.weights:open_weight",
+    ),
+    ColumnEntry(
+        name="rejected",
+        title="Rejected images",
+        keys="smalti_objectives.columns.keys:RejectedKeys",
+        factory="smalti_objectives.columns.images:open_rejected",
+    ),
+    ColumnEntry(
+        name="slider_counterpart",
+        title="Counterparts of a slider",
+        keys="smalti_objectives.columns.keys:CounterpartKeys",
+        factory="smalti_objectives.columns.images:open_counterpart",
     ),
 )
 

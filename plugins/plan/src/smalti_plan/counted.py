@@ -11,12 +11,14 @@ import os
 import subprocess
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import cast
 
 from smalti import UserError
 from smalti.config import Config, restore
+from smalti.hookspecs import HookSpecs
 from smalti.parallel import in_bf16
 from smalti.plugins import CacheFile, Plugins, Selection, family_entry, find_family, load_plugins, schema_of
 from smalti.system import load_json
@@ -108,9 +110,10 @@ def count(request: Mapping[str, object]) -> ModelFacts:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     from smalti.models import dry_run
-    from smalti.training import build_model
+    from smalti.training import POLICY, build_model, denoising_loss
     from smalti_plan.counting import count_facts
     from smalti_plan.largest_bucket import largest_bucket
+    from smalti_plan.rehearsal.samples import most_passes
 
     values = cast(dict[str, object], request["values"])
     only, without = (tuple(cast(list[str], values[name])) for name in ("plugins", "without"))
@@ -122,7 +125,10 @@ def count(request: Mapping[str, object]) -> ModelFacts:
         family = find_family(config, plugins)
     model, blocks = build_model(config, plugins, family)
     largest = largest_bucket(config, plugins, family.alignment)
-    return count_facts(
+    loss = denoising_loss(config, family, "cpu", terms=plugins.gather(HookSpecs.build_terms, config=config, family=family))
+    _, needs = most_passes(config, plugins, loss)
+    trained = sum(name.startswith(POLICY) for name in needs)
+    found = count_facts(
         family,
         model,
         blocks,
@@ -132,6 +138,8 @@ def count(request: Mapping[str, object]) -> ModelFacts:
         kind=str(request["kind"]),
         source=largest.source,
     )
+    sample = replace(found.sample, trained_passes=1 + trained, other_passes=len(needs) - trained, turns=len(loss.turns))
+    return replace(found, sample=sample)
 
 
 def _main() -> None:

@@ -41,7 +41,8 @@ class SampleFacts:
 
     Outside of the blocks the backward pass needs `saved` bytes, and autocast copies `copied` bytes of weights. `operations`
     counts the operations that torch dispatches in a forward pass. `text_tokens` is the longest row that conditions it (0: there
-    is none), `source` in words where the size of the image is from.
+    is none), `source` in words where the size of the image is from. Terms of the loss make a micro-batch go through the model
+    in several `turns`, each of `trained_passes` forward passes that have a backward pass and `other_passes` that have none.
     """
 
     width: int
@@ -53,6 +54,9 @@ class SampleFacts:
     blocks: tuple[BlockFacts, ...]
     text_tokens: int = 0
     source: str = ""
+    trained_passes: int = 1
+    other_passes: int = 0
+    turns: int = 1
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -37,7 +37,9 @@ def largest_bucket(config: Config, plugins: Plugins, alignment: int) -> LargestB
     Of other datasets the square at their resolution counts. `alignment` is the default of the model family.
     """
     rules = data_rules(config, plugins, alignment)
-    found = [_of_dataset(spec, crop_settings_of(spec, rules), _index(config, spec)) for spec in _trained(config, plugins)]
+    found = [
+        _of_dataset(spec, crop_settings_of(spec, rules), _index(config, spec)) for spec in trained_datasets(config, plugins)
+    ]
     options = config[DataOptions]
     if not found:
         alone = CropSettings(resolution=options.resolution, resolution_type=options.resolution_type, alignment=rules.alignment)
@@ -48,7 +50,7 @@ def largest_bucket(config: Config, plugins: Plugins, alignment: int) -> LargestB
 def buckets_key(config: Config, plugins: Plugins) -> str:
     """Changes with the datasets and their indexes, and so whenever `largest_bucket` may."""
     found = []
-    for spec in _trained(config, plugins):
+    for spec in trained_datasets(config, plugins):
         path = _index(config, spec)
         status = path.stat() if path is not None and path.exists() else None
         scanned = None if status is None else [status.st_size, status.st_mtime_ns]
@@ -56,8 +58,8 @@ def buckets_key(config: Config, plugins: Plugins) -> str:
     return json.dumps(found, sort_keys=True, default=str)
 
 
-def _trained(config: Config, plugins: Plugins) -> list[DatasetSpec]:
-    """None if the configuration of the datasets has errors: a run reports them, and a plan does not need them fixed."""
+def trained_datasets(config: Config, plugins: Plugins) -> list[DatasetSpec]:
+    """Those with images to train on. None if their configuration has errors: a run reports them, and a plan needs no fix."""
     try:
         return [spec for spec in dataset_specs(config, catalog_of(plugins)) if spec.dataset_type == "image"]
     except ConfigError:

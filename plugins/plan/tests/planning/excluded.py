@@ -71,4 +71,4 @@ def refusals(config, plugins) -> list[str]:
     """What a launch of this draft of a configuration is refused with."""
     from smalti.launch.checks import find_problems
 
-    return [str(problem) for problem in find_problems(config, plugins)[0]]
+    return [str(problem) for problem in find_problems(config, plugins)]

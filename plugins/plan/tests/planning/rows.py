@@ -39,13 +39,16 @@ class Row:
     accumulation: int = 1
     ema: bool = False
     offload: bool = False
+    terms: tuple[str, ...] = ()
+    """Flags of terms of the loss."""
 
     def __str__(self) -> str:
         words = [self.model, "LoRA" if self.lora else "full", "bf16" if self.bf16 else "fp32"]
         words.append(f"{self.strategy} x{self.ranks}" if self.ranks > 1 else self.strategy)
         words += [f"recompute {self.recompute}"] if self.recompute != "none" else []
         words += [f"batch {self.micro}x{self.accumulation}"] if (self.micro, self.accumulation) != (1, 1) else []
-        return ", ".join([*words, *(["EMA"] if self.ema else []), *(["offload"] if self.offload else [])])
+        words += [*(["EMA"] if self.ema else []), *(["offload"] if self.offload else []), *(["terms"] if self.terms else [])]
+        return ", ".join(words)
 
     @property
     def local(self) -> int:
@@ -93,4 +96,4 @@ class Row:
             "use_ema": "true" if self.ema else "false",
         }
         values |= {"model_type": "lora", "lora_rank": 8} if self.lora else {}
-        return [*(f"--{name}={value}" for name, value in values.items()), "--use_cpu"]
+        return [*(f"--{name}={value}" for name, value in values.items()), "--use_cpu", *self.terms]

@@ -11,6 +11,12 @@ from support.whole import some
 REAL = (
     Row(model="flux", strategy="ddp", ranks=2, lora=True),
     Row(model="sdxl", strategy="fsdp2", ranks=2),
+    Row(
+        model="flux",
+        lora=True,
+        micro=2,
+        terms=("--slider=prompts", "--slider_positive=old", "--preserve=blank", "--preserve_every=3"),
+    ),
 )
 OTHERS = ("auraflow", "flux2", "lumina2", "pixart", "qwen_image", "sana", "z_image")
 DDP_OWN = 1024

@@ -103,6 +103,25 @@ def test_a_pipeline_without_weights_is_enough(tmp_path):
     assert rehearsal.phases["encode texts"].device.frozen > 0
 
 
+def test_the_passes_over_pairs_of_images_are_rehearsed(tmp_path):
+    import tiny
+
+    folder, datasets = tmp_path / "pipeline", tmp_path / "datasets.json"
+    tiny.flux(folder)
+    entry = {"id": "pairs", "instance_data_dir": str(tmp_path / "better"), "rejected_path": str(tmp_path / "worse")}
+    datasets.write_text(json.dumps([entry]))
+    flags = {"model_family": "flux", "pretrained_model_name_or_path": folder, "resolution": 64, "tokenizer_max_length": 32}
+    own = {name: value for name, value in COMMON.items() if not name.startswith("toy")} | flags | {"model_type": "lora"}
+    given = as_words({**own, "data_backend_config": datasets, "output_dir": tmp_path / "run"}, ["use_cpu", "vae_cache_disable"])
+    found = []
+    for more in ((), ("--dpo_beta=2000",)):
+        with forked_processes(ranks=1, group=False) as process:
+            [rehearsal] = process.run(rehearsed, [*given, *more], micro_batch=2)
+        assert rehearsal.error is None
+        found.append(sum(each.flops for each in rehearsal.operations if each.kind == "matmul"))
+    assert 2 < found[1] / found[0] < 4, "four forward and two backward passes in place of one of each"
+
+
 def failing(words):
     """A rehearsal in which the model of the family fails."""
     import smalti_toy.family

@@ -21,10 +21,9 @@ from smalti.models import (
     Encoding,
     ModelFamily,
     family_problems,
-    native_objective,
 )
 from smalti_testing.contract import BrokenContract, Contract, expect
-from smalti_testing.family_subject import CAPTIONS, SIZE, FamilySubject
+from smalti_testing.family_subject import CAPTIONS, SIZE, FamilySubject, native_objective
 
 _ALLOWED_BUFFERS = 64 * 2**20
 _TOLERANCE = 1e-3

@@ -119,7 +119,7 @@ CHAPTERS = (
     Chapter(
         title="Terms of the loss",
         about="`build_terms` returns a list of `Term`. Inherit from it.",
-        classes=("smalti.training:Term", "smalti.training:Step"),
+        classes=("smalti.training:Term", "smalti.training:Turn", "smalti.training:Step"),
         given=("smalti.diffusion:RandomColumn",),
         bases=("smalti.training:Term",),
     ),

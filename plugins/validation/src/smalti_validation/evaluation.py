@@ -1,7 +1,7 @@
 """The loss on held-out images, at fixed noise levels and with fixed noise, on all ranks together.
 
 What is measured is the objective's loss without the weights of noise levels, and with the captions as they are: curves of runs
-that sample and weight noise levels differently can be compared.
+that sample and weight noise levels differently can be compared. Masks and weights of held-out images count as in training.
 
 Shapes: N held-out samples, T noise levels, B samples of a batch, latents (B, C, h, w).
 """
@@ -26,7 +26,7 @@ from smalti.diffusion import STEPS, Conditioning, SampleNoise
 from smalti.models import latents_of
 from smalti.plugins import notify_each
 from smalti.system import load_json
-from smalti.training import PeriodicWork, Run, attempt, computed, is_due, log_metrics, on_all_ranks
+from smalti.training import POLICY, PeriodicWork, Run, Step, attempt, computed, is_due, log_metrics, on_all_ranks
 from smalti_validation.eval_mode import eval_mode
 from smalti_validation.held_out import HeldOut, HeldOutImages
 from smalti_validation.history import Change, History, table_of
@@ -106,6 +106,7 @@ class Evaluation(PeriodicWork):
                 device=run.world.device,
                 latents=run.encoded.held_out,
                 texts=run.encoded.texts,
+                latent_shape=run.family.latent_shape,
             )
         held_out = self._held_out
         result, counted = measure(run, held_out)
@@ -237,7 +238,21 @@ def _batch_losses(run: Run, model: nn.Module, images: HeldOutImages, noise: Samp
         noisy = objective.add_noise(latents, noise_values, t)
         with run.parallel.autocast():
             prediction = family.forward(model, noisy, objective.timesteps(t), conditioning)
-        columns.append(objective.compare(prediction, objective.target(latents, noise_values, t), t))
+        target = objective.target(latents, noise_values, t)
+        errors = objective.errors(prediction, target, t)
+        if images.columns:
+            step = Step(
+                batch=images.micro_batch,
+                objective=objective,
+                noise=noise,
+                t=t,
+                weights=torch.ones_like(t),
+                predictions={POLICY: prediction},
+                targets={"": target},
+            )
+            for factor in (term.factor(step) for term in run.loss.terms):
+                errors = errors if factor is None else errors * factor
+        columns.append(errors.flatten(1).mean(1))
     return torch.stack(columns, dim=1)
 
 

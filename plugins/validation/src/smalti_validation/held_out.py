@@ -9,9 +9,9 @@ Shapes: B images of a batch, H, W pixels, latents (B, C, h, w).
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
@@ -24,7 +24,11 @@ from smalti.data import (
     Bucket,
     CachedLatents,
     CachedTexts,
+    Column,
     CropOffset,
+    DatasetSpec,
+    Framing,
+    MicroBatch,
     PreparedData,
     fixed_crop,
     normalised,
@@ -52,7 +56,7 @@ class HeldOutImages:
     as they were kept.
 
     `conditioning` is that of the captions, if texts were encoded before. `numbers` belong to the images for good. `readable`
-    is (B,), 1 or 0: an image that cannot be read is white and does not count.
+    is (B,), 1 or 0: an image that cannot be read is white and does not count. `datasets` and `columns` are as for training.
     """
 
     bucket: Bucket
@@ -63,10 +67,31 @@ class HeldOutImages:
     size_conditioning: tuple[SizeConditioning, ...]
     numbers: tuple[int, ...]
     readable: Tensor
+    datasets: tuple[DatasetSpec, ...] = ()
+    columns: Mapping[str, Tensor] = field(default_factory=dict)
+
+    @property
+    def micro_batch(self) -> MicroBatch:
+        """What terms of the loss read."""
+        return MicroBatch(
+            bucket=self.bucket,
+            pixels=self.pixels,
+            latents=self.latents,
+            conditioning=self.conditioning,
+            captions=self.captions,
+            numbers=self.numbers,
+            keys=("",) * len(self.numbers),
+            size_conditioning=self.size_conditioning,
+            datasets=self.datasets,
+            columns=self.columns,
+        )
 
 
 class HeldOut:
-    """All samples of `data`, in batches of up to `batch` images; `latents` and `texts` as far as they were encoded before."""
+    """All samples of `data`, in batches of up to `batch` images; `latents` and `texts` as far as they were encoded before.
+
+    `latent_shape` is that of the latents of an image of this width and height, for masks.
+    """
 
     def __init__(
         self,
@@ -76,8 +101,13 @@ class HeldOut:
         device: str,
         latents: CachedLatents | None = None,
         texts: CachedTexts | None = None,
+        latent_shape: Callable[[int, int], Sequence[int]] = lambda width, height: (height, width),
     ) -> None:
         self._data = data
+        self._latent_shape = latent_shape
+        self._columns: dict[str, Column] = {}
+        for dataset in data.datasets:
+            self._columns |= dataset.columns
         self._device = device
         self._latents = latents
         self._texts = texts
@@ -123,8 +153,9 @@ class HeldOut:
         read = self._encoded if self._latents is not None else self._visit
         with ThreadPoolExecutor(_READERS, "smalti-held-out") as pool:
             found = list(pool.map(lambda sample: read(sample, batch.bucket), batch.samples))
-        images = torch.stack([image for image, _ in found]).to(self._device)
         samples = [self._data.sample(number) for number in batch.samples]
+        images = torch.stack([image for image, _ in found]).to(self._device)
+        columns = [self._columns_of(one, batch.bucket, offset) for one, (_, offset) in zip(batch.samples, found, strict=True)]
         captions = tuple(sample.dataset.caption_policy.first(sample.captions) for sample in samples)
         conditioning = None
         if self._texts is not None:
@@ -140,7 +171,33 @@ class HeldOut:
             ),
             numbers=tuple(map(self._number, batch.samples)),
             readable=torch.tensor([sample not in self._bad for sample in batch.samples], dtype=torch.float32),
+            datasets=tuple(sample.dataset.spec for sample in samples),
+            columns={name: torch.stack([each[name] for each in columns]).to(self._device) for name in self._columns},
         )
+
+    def _columns_of(self, number: int, bucket: Bucket, offset: CropOffset) -> dict[str, Tensor]:
+        """What the image has beside its caption, such as a mask; of one that cannot be read, what counts fully."""
+        if not self._columns:
+            return {}
+        sample, (height, width) = self._data.sample(number), self._latent_shape(bucket.width, bucket.height)[-2:]
+        scaled = sample.crop_settings.resized(*sample.size, bucket)
+        framing = Framing(bucket=bucket, scaled=scaled, offset=offset, flipped=False, latents=(width, height))
+        found = {name: column.neutral(framing) for name, column in self._columns.items()}
+        if number in self._bad:
+            return found
+        try:
+            return found | {name: column.read(sample, framing) for name, column in sample.dataset.columns.items()}
+        except BadSampleError as error:
+            self._leave_out(number, error)
+            return found
+
+    def _leave_out(self, number: int, error: BadSampleError) -> None:
+        """Remember an image that cannot be used, and report it once."""
+        if number not in self._bad:
+            found = self._data.sample(number)
+            message = "%s: held-out image %s cannot be read, so it is not evaluated: %s"
+            _log.warning(message, found.dataset.spec.id, found.key, error)
+        self._bad.add(number)
 
     def _encoded(self, sample: int, bucket: Bucket) -> tuple[Tensor, CropOffset]:
         """Returns latents (C, h, w), and the offset of the crop; for a broken image, those of another one."""
@@ -157,10 +214,6 @@ class HeldOut:
         try:
             image, offset = fixed_crop(self._data, sample, bucket)
         except BadSampleError as error:
-            if sample not in self._bad:
-                found = self._data.sample(sample)
-                message = "%s: held-out image %s cannot be read, so it is not evaluated: %s"
-                _log.warning(message, found.dataset.spec.id, found.key, error)
-            self._bad.add(sample)
+            self._leave_out(sample, error)
             image, offset = np.full((3, bucket.height, bucket.width), 255, dtype=np.uint8), (0, 0)
         return torch.from_numpy(image), offset

@@ -31,7 +31,7 @@ class Framing:
     """How a visit sees an image: scaled, then mirrored if `flipped`, then cropped to the `bucket`.
 
     `scaled` are width and height after the first step, `offset` is left and top of the crop, in pixels; `latents` are width and
-    height of the image's latents.
+    height of the image's latents. For files of images, `smalti.data.decode` makes the first step, `smalti.data.crop` the last.
     """
 
     bucket: Bucket
@@ -42,8 +42,13 @@ class Framing:
 
 
 class ColumnSample(Protocol):
-    """The image for which a column is read. `row` is its place in the index, `size` its width and height in pixels."""
+    """The image for which a column is read.
 
+    `key` is its name in the dataset, `row` its place in the index, `size` its width and height in pixels.
+    """
+
+    @property
+    def key(self) -> str: ...
     @property
     def row(self) -> int: ...
     @property
@@ -60,7 +65,8 @@ class ColumnSample(Protocol):
 class Column:
     """A column of one dataset. Inherit from it; `read` and `neutral` are required. Made by the factory of a `ColumnEntry`.
 
-    A tensor is what batches have for one image, on the CPU: of the same shape and type for all images of a bucket.
+    A tensor is what batches have for one image, on the CPU: of the same shape and type for all images of a bucket. Bytes
+    (3, H, W) are another image, of which forward passes can use the latents (`smalti.training.Term.passes`).
     """
 
     fields: Sequence[pa.Field] = ()

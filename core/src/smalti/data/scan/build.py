@@ -98,19 +98,6 @@ def _unchanged(spec: DatasetSpec, source: MetadataSource, cache: Path) -> Datase
     return DatasetIndex(spec.id, file, before)
 
 
-def scan_part(
-    spec: DatasetSpec, storage: Storage, source: MetadataSource, cache: Path, part: pa.RecordBatch, path: Path
-) -> None:
-    """Do a part of another process's scan of the index `cache`: write the rows of what it has listed to `path`."""
-    from smalti.data.scan.earlier import EarlierRows
-    from smalti.data.scan.rows import Rows
-
-    rows = Rows(spec=spec, storage=storage, source=source, earlier=EarlierRows.open(spec, [cache]))
-    with _reading_threads() as pool:
-        made, _ = rows.of(part, pool)
-    _write_rows(path, spec, made)
-
-
 @dataclass(frozen=True)
 class _Scan:
     """One pass over a dataset."""
@@ -132,7 +119,7 @@ class _Scan:
         rows = Rows(spec=self.spec, storage=self.storage, source=self.source, earlier=EarlierRows.open(self.spec, earlier))
         done = 0
         others = [field for column in self.columns for field in column.fields]
-        with _reading_threads() as pool, IndexWriter(sink, recipe_of(self.spec), others) as writer:
+        with reading_threads() as pool, IndexWriter(sink, recipe_of(self.spec), others) as writer:
             for made, is_last in with_last(self.make_rows(rows, self._parts(), pool, self.kept)):
                 writer.write(made)
                 done += len(made)
@@ -153,7 +140,7 @@ class _Scan:
             yield part
 
 
-def _reading_threads() -> Threads:
+def reading_threads() -> Threads:
     """Mostly waiting for the disk or the network, so more threads than cores."""
     return Threads(min(32, 4 * (os.cpu_count() or 1)), "smalti-scan")
 
@@ -190,7 +177,7 @@ class Kept:
 
     def add(self, spec: DatasetSpec, rows: pa.RecordBatch) -> None:
         if self.folder is not None:
-            _write_rows(self.next(), spec, rows)
+            write_rows(self.next(), spec, rows)
 
     def remove(self) -> None:
         """Remove them, and what processes that were killed have left of the index."""
@@ -225,6 +212,7 @@ def written(path: Path) -> Iterator[BinaryIO]:
         draft.unlink(missing_ok=True)
 
 
-def _write_rows(path: Path, spec: DatasetSpec, rows: pa.RecordBatch) -> None:
+def write_rows(path: Path, spec: DatasetSpec, rows: pa.RecordBatch) -> None:
+    """Write the rows of a part of an index to a file of their own, as `Kept` finds them."""
     with written(path) as file, IndexWriter(file, recipe_of(spec), list(rows.schema)[len(SCHEMA) :]) as writer:
         writer.write(rows)

@@ -30,7 +30,8 @@ from smalti.data import (
     build_datasets,
     catalog_of,
     dataset_specs,
-    scan_part,
+    reading_threads,
+    write_rows,
 )
 from smalti.parallel import Communicator, run_on_all_ranks
 from smalti.plugins import Plugins
@@ -90,7 +91,13 @@ def work_on(task: Task, spec: DatasetSpec, storage: Storage, source: MetadataSou
         return
     wait_for(Path(task.listed))
     (part,) = pa.ipc.open_file(task.listed).read_all().combine_chunks().to_batches()
-    scan_part(spec, storage, source, directory / f"{spec.file_name}.arrow", part, Path(task.rows))
+    from smalti.data import EarlierRows, Rows  # which need pyarrow.compute
+
+    earlier = EarlierRows.open(spec, [directory / f"{spec.file_name}.arrow"])
+    rows = Rows(spec=spec, storage=storage, source=source, earlier=earlier)
+    with reading_threads() as pool:
+        made, _ = rows.of(part, pool)
+    write_rows(Path(task.rows), spec, made)
 
 
 def scan_on_all_ranks(communicator: Communicator, scan: Callable[[Handed], None], work: Callable[[Task], None]) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from math import exp
 from pathlib import Path
+from statistics import NormalDist
 
 from smalti_migrate.aitoolkit import tables
 from smalti_migrate.aitoolkit.layers import add_adapter
@@ -42,13 +44,14 @@ def imported(files: Sequence[Opened], family: str | None = None) -> Imported:
         result.leave(f"{file.name}: type", "only trainers of images are supported", value=first.get("type"))
     result.settled.append(f"{file.name}: type")
     chosen, kind = _model(found, family, result)
-    for step in (_run, _optimizer, _schedule, _prior, _publishing):
+    for step in (_run, _optimizer, _schedule, _prior, _preservation, _slider, _publishing):
         attempt(result, step, found, result)
     if kind == "lora":
         attempt(result, add_adapter, found, chosen, result)
     attempt(result, _quantised, found, kind, result)
     if chosen not in DDPM_FAMILIES and chosen:
         attempt(result, _timesteps, found, result)
+    attempt(result, _noise_levels, found, chosen, result)
     noise = found.first("train.noise_scheduler")
     result.settled += [noise.place] if noise.value == ("ddpm" if chosen in DDPM_FAMILIES else "flowmatch") else []
     attempt(result, _samples, file.name, found, result)
@@ -222,6 +225,28 @@ def _timesteps(found: Values, result: Imported) -> None:
         result.leave(given.place, "timesteps are uniform, as there; the weight of their losses is not supported", value=name)
 
 
+def _noise_levels(found: Values, family: str, result: Imported) -> None:
+    """The first and the last of a thousand denoising steps that are trained: shares of the distribution, counted from noise."""
+    first = found.first("train.min_denoising_steps", default=0)
+    last = found.first("train.max_denoising_steps", default=1000)
+    if first.read(whole) <= 0 and last.read(whole) >= 999:
+        return
+    if first.read(whole) >= min(last.read(whole), 1000):
+        result.leave(first.place, "no denoising step is left to train", value=first.value)
+        return
+    kind = "linear" if family in DDPM_FAMILIES else str(found.first("train.timestep_type", default="sigmoid").value)
+    if kind not in ("linear", "sigmoid"):
+        why = f"the range of timesteps is read for linear and sigmoid ones, and these are {kind}"
+        result.leave(first.place, why, fix="timestep_min and timestep_max, from 0 (image) to 1 (noise)", value=first.value)
+        return
+    for name, given in (("timestep_min", last), ("timestep_max", first)):
+        share = round(1 - min(max(given.read(whole), 0), 1000) / 1000, 6)
+        level = share if kind == "linear" or share in (0, 1) else 1 / (1 + exp(-NormalDist().inv_cdf(share)))
+        if level not in (0, 1):
+            result.add(name, round(level, 6), source_text("", given.place, given.value, round(level, 6)))
+        result.settled.append(given.place)
+
+
 _SETTINGS: tuple[Setting, ...] = (
     ("seed", "validation_seed", whole, 0),
     ("guidance_scale", "validation_guidance", number, 7),
@@ -237,6 +262,47 @@ def _prior(found: Values, result: Imported) -> None:
         weight = found.first("train.inverted_mask_prior_multiplier", default=0.5)
         place = found["train.inverted_mask_prior"].place
         result.add("prior_outside_mask", weight.read(number), f"{place}, {weight.place} = {weight.value}")
+
+
+def _preservation(found: Values, result: Imported) -> None:
+    """What is held where it was: the class of the trigger word, or the empty prompt."""
+    for key, kind in (("diff_output_preservation", "class"), ("blank_prompt_preservation", "blank")):
+        if not found.on(f"train.{key}"):
+            continue
+        result.add("preserve", kind, found[f"train.{key}"].place)
+        weight = found.first(f"train.{key}_multiplier", default=1.0)
+        if weight.read(number) != 1:
+            result.copy("preserve_weight", weight, number)
+        if kind == "class" and "train.diff_output_preservation_class" in found:
+            result.copy("preserve_class", found["train.diff_output_preservation_class"], text)
+        return
+
+
+def _slider(found: Values, result: Imported) -> None:
+    """A slider of prompts. Its anchor is what is preserved."""
+    kind = found.first("type", default="")
+    if kind.value != tables.SLIDER:
+        return
+    result.add("slider", "prompts", kind.place)
+    for key, name, convert in (
+        ("positive_prompt", "slider_positive", text),
+        ("negative_prompt", "slider_negative", text),
+        ("guidance_strength", "slider_guidance", number),
+    ):
+        if f"slider.{key}" in found:
+            result.copy(name, found[f"slider.{key}"], convert)
+    anchor = found.first("slider.anchor_class", default="")
+    if anchor.value:
+        result.add("preserve", "prompts", anchor.place)
+        result.add("preserve_prompts", [str(anchor.value)], anchor.place)
+        result.copy("preserve_weight", found.first("slider.anchor_strength", default=1.0), number)
+    target = found.first("slider.target_class", default="")
+    if target.value:
+        why, fix = (
+            "here a slider starts from the captions of the images",
+            f'caption_strategy = "instanceprompt", instance_prompt = "{target.value}"',
+        )
+        result.leave(target.place, why, fix=fix, value=target.value)
 
 
 def _samples(file: str, found: Values, result: Imported) -> None:

@@ -10,7 +10,8 @@ from smalti_migrate.rules import OFF, Rule, no_effect, option, read, unsupported
 
 NAME = "ai-toolkit"
 
-TRAINERS = ("sd_trainer", "diffusion_trainer", "ui_trainer")
+SLIDER = "concept_slider"
+TRAINERS = ("sd_trainer", "diffusion_trainer", "ui_trainer", SLIDER)
 """Values of `type` that train a model on images."""
 FAMILIES = (
     {"sdxl": "sdxl", "sd3": "sd3", "flux": "flux", "flux2": "flux2", "flux2_klein_4b": "flux2", "flux2_klein_9b": "flux2"}
@@ -129,6 +130,19 @@ OPTIONS: tuple[Rule, ...] = (
     option("sample.guidance_rescale", "validation_guidance_rescale", number),
     read("train.inverted_mask_prior", "prior_outside_mask"),
     read("train.inverted_mask_prior_multiplier", "prior_outside_mask", note="only with inverted_mask_prior", off=(*OFF, 0.5)),
+    read("train.diff_output_preservation", "preserve", note="class"),
+    read("train.diff_output_preservation_class", "preserve_class"),
+    read("train.diff_output_preservation_multiplier", "preserve_weight", off=(*OFF, 1)),
+    read("train.blank_prompt_preservation", "preserve", note="blank"),
+    read("train.blank_prompt_preservation_multiplier", "preserve_weight", off=(*OFF, 1)),
+    read("train.min_denoising_steps", "timestep_max", note="counted from noise there; of linear and sigmoid timesteps"),
+    read("train.max_denoising_steps", "timestep_min", note="likewise", off=(*OFF, 999, 1000)),
+    read("slider.positive_prompt", "slider_positive", note="of the type concept_slider"),
+    read("slider.negative_prompt", "slider_negative"),
+    read("slider.guidance_strength", "slider_guidance", note="3 by default, as there"),
+    read("slider.anchor_class", "preserve_prompts", note="with preserve = prompts"),
+    read("slider.anchor_strength", "preserve_weight", off=(*OFF, 1)),
+    read("slider.target_class", note="here a slider starts from the captions of the images"),
     *no_effect("""
         - only for adapters that are listed themselves | network.lokr_full_rank network.lokr_factor
           network.split_multistage_loras
@@ -139,9 +153,7 @@ OPTIONS: tuple[Rule, ...] = (
         - the model is loaded as its pipeline describes it | model.use_flux_cfg
         - only with layer_offloading | model.layer_offloading_transformer_percent model.layer_offloading_text_encoder_percent
         - the trained part is the model itself | train.train_unet
-        - only with a key that is listed itself | train.diff_output_preservation_multiplier
-          train.diff_output_preservation_class train.reg_weight train.switch_boundary_every
-          train.blank_prompt_preservation_multiplier
+        - only with a key that is listed itself | train.reg_weight train.switch_boundary_every
         - torch's attention is always used | train.xformers train.sdp train.attention_backend
         - captions are encoded once, and text encoders freed | train.unload_text_encoder train.cache_text_embeddings
         - the first images are sampled at the first interval | train.skip_first_sample train.force_first_sample
@@ -166,9 +178,7 @@ OPTIONS: tuple[Rule, ...] = (
         - text encoders are not trained here | train.train_text_encoder train.text_encoder_lr
         - noise and latents are not modified | train.noise_offset train.dynamic_noise_offset train.force_consistent_noise
           train.blended_blur_noise
-        - the range of timesteps cannot be limited | train.min_denoising_steps
-        - there is no loss against the base model | train.diff_output_preservation train.blank_prompt_preservation
-          train.do_guidance_loss
+        - there is no loss of guidance | train.do_guidance_loss
         - the guidance embedding is always used | train.bypass_guidance_embedding | flux_guidance_value = 1
         - parameters are all trained in every step | train.do_paramiter_swapping
     """),
@@ -180,7 +190,6 @@ OPTIONS: tuple[Rule, ...] = (
         off=(*OFF, 1),
     ),
     *unsupported("- timesteps are not favoured by content or style | train.content_or_style", off=(*OFF, "balanced")),
-    *unsupported("- the range of timesteps cannot be limited | train.max_denoising_steps", off=(*OFF, 999, 1000)),
     read("datasets", "datasets"),
 )
 

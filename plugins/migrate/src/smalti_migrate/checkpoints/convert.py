@@ -39,7 +39,7 @@ from smalti.checkpoint import (
     write_weights,
     write_with_digest,
 )
-from smalti.config import package_of_checkpoint
+from smalti.config import PLUGINS
 from smalti.system import Block, files
 from smalti_migrate.checkpoints.external import opened
 
@@ -116,8 +116,10 @@ def detect_format(folder: Path, formats: Sequence[CheckpointFormat]) -> Checkpoi
         raise CheckpointError(
             f"{folder} looks like a checkpoint of {names} at once", fix="move the files of one of them elsewhere"
         )
-    if package := package_of_checkpoint(folder, [each.name for each in formats]):
-        raise package.error(f"{package.distribution} reads the checkpoint in {folder}")
+    known = [each.name for each in formats]
+    for package in PLUGINS.values():
+        if any(name not in known and any(folder.glob(mark)) for mark, name in package.checkpoints):
+            raise package.error(f"{package.distribution} reads the checkpoint in {folder}")
     looked_for = [f"    {each.name} ({each.title}): {' or '.join(each.marks)}" for each in formats]
     raise CheckpointError(
         "\n".join([f"{folder} is not a checkpoint of a known format. Expected files:", *looked_for]),

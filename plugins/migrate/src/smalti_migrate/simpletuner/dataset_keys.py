@@ -47,7 +47,7 @@ REFUSED: Mapping[str, Rule] = {
     "timestep_sampling_offset": refused("all datasets share one distribution of timesteps", "remove it", 0),
     "vae_cache_disable": refused("all datasets are cached alike", "set the option vae_cache_disable instead", False),
     "text_cache_disable": refused("all datasets are cached alike", "set the option text_cache_disable instead", False),
-    "slider_strength": refused("slider LoRAs are not supported yet", _DISABLE, 0),
+    "slider_strength": refused("a slider is trained on pairs of images here: slider_counterpart_path", _DISABLE, 0),
     "conditioning": refused(_NO_CONDITIONING, _IMAGES_ALONE),
     "conditioning_config": refused(_NO_CONDITIONING, _IMAGES_ALONE),
     "source_dataset_id": refused(_NO_CONDITIONING, _DISABLE),

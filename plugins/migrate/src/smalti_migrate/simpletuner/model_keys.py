@@ -91,7 +91,7 @@ MODEL_KEYS: Mapping[str, Rule] = {
     "peft_lora_mode": refused("SingLoRA is not supported", "set it to standard", "standard"),
     "singlora_ramp_up_steps": ignored("SingLoRA is not supported", 0),
     "use_dora": renamed("lora_kind", neutral=(False,), convert=sets("lora_kind", "dora")),
-    "slider_lora_target": refused("slider LoRAs are not supported", "set it to false", False),
+    "slider_lora_target": refused("layers are chosen with lora_targets, of a slider too", "set it to false", False),
     "init_lora": same(),
     "lora_format": ignored("smalti checkpoint export chooses the format of an adapter", "diffusers"),
     "peft_lora_target_modules": renamed("lora_targets"),

@@ -118,7 +118,7 @@ PREFIXES: Mapping[str, Rule] = {
     "self_transcendence_": ignored("Self-Transcendence is not supported"),
     "anyflow_": ignored("AnyFlow is not supported"),
     "diffusion_blocks_": ignored("Diffusion Blocks are not supported"),
-    "flow_dpo_": ignored("preference training is not supported"),
+    "flow_dpo_": ignored("preferences are trained with dpo_beta, and rejected_path of a dataset, here"),
     "repa_": ignored("representation alignment is not supported"),
     "irepa_": ignored("representation alignment is not supported"),
     "internal_guidance_": ignored("internal guidance is not supported"),

@@ -69,3 +69,21 @@ class WeightKeys(ColumnKeys):
         description="A weight for each image: a table with `path`, `filename_column` (`filename`) and `weight_column`"
         " (`loss_weight`). Images without a row have the weight `loss_weight`.",
     )
+
+
+class RejectedKeys(ColumnKeys):
+    """Pairs of a better and a worse image."""
+
+    rejected_path: Folder = Field(
+        description="Folder with a worse image for each image, in the same subfolders and with the same names but for the"
+        " extension. With `--dpo_beta` a run learns to prefer the images of the dataset.",
+    )
+
+
+class CounterpartKeys(ColumnKeys):
+    """Pairs of images at the two ends of a slider."""
+
+    slider_counterpart_path: Folder = Field(
+        description="Folder with the image for the strength -1 for each image, named like those of `rejected_path`. With"
+        " `--slider=images` a run trains the images of the dataset at the strength 1.",
+    )

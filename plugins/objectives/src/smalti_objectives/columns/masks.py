@@ -105,7 +105,7 @@ class Mask(Column):
         from smalti.data import stems
 
         assert self._masks is not None, "it has fields"
-        self._listed = self._listed or _mask_files(self._masks, self._keys.mask_suffix)
+        self._listed = self._listed or files_by_name(self._masks, self._keys.mask_suffix)
         names, files = self._listed
         found = pc.index_in(stems(samples.column("key")), value_set=names)
         masks, sizes = pc.fill_null(files.column("key").take(found), ""), pc.fill_null(files.column("size").take(found), 0)
@@ -167,8 +167,11 @@ class Mask(Column):
         return self.neutral(framing)
 
 
-def _mask_files(storage: Storage, ending: str | None) -> tuple[pa.Array, pa.RecordBatch]:
-    """All mask files of a storage, about 100 bytes of memory each, and the names of their images up to the last dot."""
+def files_by_name(storage: Storage, ending: str | None) -> tuple[pa.Array, pa.RecordBatch]:
+    """All image files of a storage, or those with an ending, and up to the last dot the names of images to which they belong.
+
+    Takes about 100 bytes of memory for each.
+    """
     import pyarrow.compute as pc
 
     from smalti.data import EXTENSIONS, FILES, has_extension, stems, visible

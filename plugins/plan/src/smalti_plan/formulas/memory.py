@@ -61,7 +61,7 @@ class _Formula:
         resident = self.between()
         host = sum(size for part, size in self.held.items() if part in self.strategy.offloaded)
         host += self.streamed
-        host += sum(self.inputs()) - self.on_device(self.inputs())
+        host += self.model.sample.trained_passes * (sum(self.inputs()) - self.on_device(self.inputs()))
         host += 0 if self.run.ema_on_device else self.ema
         # Ranks share the work of a save, whoever holds a copy.
         average = 4 if self.run.ema or self.run.averages else 0
@@ -100,7 +100,7 @@ class _Formula:
             activations=self.kept(),
             gathered=self.gathered(),
             temporaries=resident.temporaries + self.copies(whole=True),
-            gradients=gradients if self.candidate.accumulation > 1 else resident.gradients,
+            gradients=gradients if self.candidate.accumulation * self.model.sample.turns > 1 else resident.gradients,
         )
         end = replace(forward, activations=0, gradients=gradients, gathered=self.gathered(copies=1))
         end = replace(end, temporaries=self.buffers + self.copies(whole=False))
@@ -138,9 +138,11 @@ class _Formula:
     def kept(self, inputs: Sequence[int] | None = None) -> int:
         """Bytes on the device that the backward pass needs of all samples of a micro-batch, at the end of the forward pass.
 
-        `inputs` are what blocks keep; by default all blocks.
+        `inputs` are what blocks keep of the last forward pass; by default all blocks. Of those before it they keep all.
         """
-        return int(self.batch * self.model.sample.saved) + self.on_device(self.inputs() if inputs is None else inputs)
+        of_each, passes = int(self.batch * self.model.sample.saved), self.model.sample.trained_passes
+        last, others = self.on_device(self.inputs() if inputs is None else inputs), self.on_device(self.inputs())
+        return passes * of_each + last + (passes - 1) * others
 
     def inputs(self) -> list[int]:
         """Bytes that each block keeps for the backward pass, of all samples of a micro-batch."""

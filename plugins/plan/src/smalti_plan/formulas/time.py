@@ -113,14 +113,18 @@ def _passes(
     device: DeviceModel,
     efficiency: Efficiency,
 ) -> tuple[tuple[float, float], tuple[float, float]]:
-    """Seconds of the products and of dispatching all operations, in the forward and the backward pass of a micro-batch."""
+    """Seconds of the products and of dispatching all operations, in all forward and all backward passes of a micro-batch."""
     sample = model.sample
     again = {"none": 0.0, "selective": 0.15, "full": 1.0}[candidate.recompute]
     products = sample.flops * candidate.micro_batch / (device.peaks[run.products] * efficiency.products) / strategy.context
     dispatch = sample.operations * efficiency.dispatch
     own = model.tensors * strategy.operations.get("micro-batch", 0) * efficiency.dispatch
     trained = model.trained / model.parameters
-    return (products, dispatch + own / 2), ((1.0 + trained + again) * products, (2.0 + again) * dispatch + own / 2)
+    forward, backward = (sample.turns * count for count in (sample.trained_passes + sample.other_passes, sample.trained_passes))
+    return (
+        (forward * products, forward * dispatch + own / 2),
+        (backward * (1.0 + trained + again) * products, backward * (2.0 + again) * dispatch + own / 2),
+    )
 
 
 def _restoring(model: ModelFacts, candidate: Candidate, device: DeviceModel, efficiency: Efficiency) -> float:

@@ -66,7 +66,7 @@ def rehearse(
         height=height,
         extension=extension,
     )
-    store, key = cache(), _key(request, plugins)
+    store, key = cache(), _key(request, config, plugins)
     if cached and isinstance(known := store.get(key), dict):
         try:
             return Rehearsal.from_json(known)
@@ -78,11 +78,14 @@ def rehearse(
     return result
 
 
-def _key(request: Request, plugins: Plugins) -> str:
-    """Changes with the configuration, what was asked for, and the versions of everything that computes."""
+def _key(request: Request, config: Config, plugins: Plugins) -> str:
+    """Changes with the configuration, the datasets, what was asked for, and the versions of everything that computes."""
+    from smalti_plan.largest_bucket import buckets_key  # needs numpy, which a launch without a forecast does not import
+
     versions = (*plugins.versions, f"torch {version('torch')}", f"python {sys.version.split()[0]}")
     own = [hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(Path(__file__).parent.rglob("*.py"))]
-    text = json.dumps([request.as_json(), versions, own, model_files(request.values)], sort_keys=True)
+    parts = [request.as_json(), versions, own, model_files(request.values), buckets_key(config, plugins)]
+    text = json.dumps(parts, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 

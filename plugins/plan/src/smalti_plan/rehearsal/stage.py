@@ -92,11 +92,12 @@ class Stage:
         world = self.parallel.world
         self.samples = Samples(
             config=self.config,
+            plugins=self.plugins,
+            family=family,
             bucket=self.bucket,
             world=world,
             latents=latents,
             texts=texts,
-            host_conditioning=family.host_conditioning,
         )
 
     def build(self) -> None:
@@ -132,7 +133,7 @@ class Stage:
         """One optimizer step of the run, counted by its parts."""
         run, ledger = self.run, self.ledger
         run.boundary.reach()
-        batch = self.samples.batch()
+        batch = self.samples.batch(run.loss)
         ledger.take_counts()
         with ledger.counting("forward"), self._phases():
             train_step(run, batch)
