@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -12,21 +12,34 @@ from torch.distributed.tensor import DTensor
 from smalti.checkpoint import Chunks, decode_chunks, encode_chunks, local_chunks
 from smalti.models import Weights, first_weight
 from smalti.parallel import Communicator
+from smalti_fsdp2.host_shards import HostShards
 from smalti_fsdp2.pinning import pin_shards
 
 
 @torch.no_grad()
-def fill(model: nn.Module, weights: Weights, communicator: Communicator, *, on_host: bool, from_first: bool) -> None:
+def fill(
+    model: nn.Module,
+    weights: Weights,
+    communicator: Communicator,
+    *,
+    on_host: bool,
+    from_first: bool,
+    streamed: HostShards | None = None,
+) -> None:
     """Allocate this rank's shards of a model on the meta device and fill them, and put buffers on the device. *Collective*.
 
-    `on_host` keeps the shards in host memory, pinned. With `from_first`, rank 0 alone reads `weights` and sends the others
-    their shards; without, every rank reads each tensor and keeps its part of it.
+    `on_host` keeps the shards in host memory, pinned; else only those that are `streamed` are there. With `from_first`, rank 0
+    alone reads `weights` and sends the others their shards; without, every rank reads each tensor and keeps its part of it.
     """
     buffers = {name: buffer for name, buffer in model.named_buffers(remove_duplicate=False) if buffer is not None}
-    model.to_empty(device="cpu" if on_host else communicator.world.device)
+    device = "cpu" if on_host else communicator.world.device
+    away: Container[Tensor] = () if streamed is None else streamed
+    model._apply(lambda tensor: torch.empty_like(tensor, device="cpu" if tensor in away else device))
     kind = torch.device(communicator.world.device).type
     if on_host and kind != "cpu":
         pin_shards(model, kind)
+    if streamed is not None:
+        streamed.take()
     fill_buffers(model, buffers, weights, communicator.world.device)
     parameters = dict(model.named_parameters())
     if not from_first or communicator.world.size == 1:

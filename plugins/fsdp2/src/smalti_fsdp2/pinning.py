@@ -21,12 +21,14 @@ def pin_shards(model: nn.Module, kind: str) -> None:
     Memory that the system refuses to pin is used as it is. So are the shards where torch has no such internals.
     """
     for module in model.modules():
-        if isinstance(module, FSDPModule):
-            for group in _groups(module):
-                _pin(group.fsdp_params, kind)
+        for group in groups_of(module):
+            _pin(group.fsdp_params, kind)
 
 
-def _groups(module: FSDPModule) -> list[Any]:
+def groups_of(module: nn.Module) -> list[Any]:
+    """torch's records of the groups of parameters that a module gathers, without those of modules within it."""
+    if not isinstance(module, FSDPModule):
+        return []
     state: Any = module._get_fsdp_state()
     if (groups := getattr(state, "_fsdp_param_groups", None)) is not None:
         return list(groups)
@@ -38,9 +40,14 @@ def _pin(parameters: list[Any], kind: str) -> None:
     """`parameters` are torch's records of the parameters of one group, whose shards are in ordinary memory."""
     arena = Arena([each._sharded_param_data.nbytes for each in parameters], kind)
     for each in parameters:
-        flat = arena.take(each._sharded_param_data.shape, each._sharded_param_data.dtype).zero_()  # shards may be padded
-        local, dimension = each.sharded_param._local_tensor, each.fsdp_placement.dim
-        length = local.size(dimension) if local.numel() else 0
-        each._sharded_param_data = flat
-        each.sharded_param._local_tensor = flat.view(each.padded_sharded_param_size).narrow(dimension, 0, length)
-        each.pin_memory = flat.is_pinned()  # gradients are copied to pinned memory then, without waiting
+        move(each, arena.take(each._sharded_param_data.shape, each._sharded_param_data.dtype))
+
+
+def move(parameter: Any, memory: torch.Tensor) -> None:
+    """Make `memory` the shard of one parameter, flat and padded. It has no values after it."""
+    memory.zero_()  # the padding is gathered too
+    local, dimension = parameter.sharded_param._local_tensor, parameter.fsdp_placement.dim
+    length = local.size(dimension) if local.numel() else 0
+    parameter._sharded_param_data = memory
+    parameter.sharded_param._local_tensor = memory.view(parameter.padded_sharded_param_size).narrow(dimension, 0, length)
+    parameter.pin_memory = memory.is_pinned()  # gradients are copied to pinned memory then, without waiting

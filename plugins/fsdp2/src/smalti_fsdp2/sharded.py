@@ -17,6 +17,7 @@ from smalti.models import ModelFamily, Weights, compile_blocks, context_plan
 from smalti.parallel import ModelState, PortableState, ProcessGroupParallel, TrainingState
 from smalti_fsdp2.activation_checkpointing import recompute
 from smalti_fsdp2.context import context_group, split_context
+from smalti_fsdp2.host_shards import host_shards
 from smalti_fsdp2.load_weights import fill
 from smalti_fsdp2.options import ContextOptions, FsdpOptions
 from smalti_fsdp2.pure_blocks import compute_in_bf16
@@ -66,6 +67,7 @@ class Fsdp2Parallel(ProcessGroupParallel):
             self,
             on_host=on_cpu or options.fsdp_cpu_offload,
             from_first=options.fsdp_cpu_ram_efficient_loading,
+            streamed=host_shards(self.config, self.world, self._groups),
         )
         return model
 

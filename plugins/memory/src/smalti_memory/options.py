@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from smalti import Options, option
+from smalti import Config, Options, option
 
 SLOTS = 2
 """Blocks on the device at the same time: the one that computes, and the one that is copied ahead or was just used."""
@@ -40,3 +40,15 @@ class ActivationOptions(Options):
         tradeoff="memory for activations, two copies of each over the bus, beside computation",
         level="advanced",
     )
+
+
+def streams_base(config: Config) -> bool:
+    """Whether frozen weights are to be in host memory. The plugin that has the option may be left out of a run."""
+    return MemoryOptions in config and config[MemoryOptions].stream_base
+
+
+def under_fsdp(config: Config) -> bool:
+    """Whether FSDP spreads the run over ranks, which then streams each rank's shards."""
+    known = config.schema.options
+    asked = "fsdp_enable" in known and config.value("fsdp_enable")
+    return bool(asked or ("context_parallel_size" in known and config.value("context_parallel_size") != 1))
