@@ -68,7 +68,7 @@ def test_so_is_one_that_began_resident_with_part_of_the_blocks_streamed_after_re
     [
         ({"model_type": "full"}, "stream_base needs weights that do not train"),
         ({"gradient_checkpointing": False}, "stream_base needs gradient_checkpointing"),
-        ({"fsdp_enable": True}, "cannot be enabled simultaneously"),
+        ({"fsdp_enable": True, "fsdp_cpu_offload": True}, "fsdp_cpu_offload keeps all shards there"),
     ],
 )
 def test_what_cannot_be_streamed_is_refused_before_the_launch(train, options, message):

@@ -48,12 +48,13 @@ class HostShards:
 
     def fetch(self, group: _Group) -> Tensor:
         """A copy of a group's shards on the device, (bytes,), for what is queued in the current stream from here on."""
-        self.copied += len(group.memory)
-        if not group.paged or self._passage is None:
-            return group.memory.to(self.device, non_blocking=True, copy=True)
-        copied = self._passage.through(group.memory).to(self.device, non_blocking=True)
-        self._passage.sent(torch.accelerator.current_stream(self.device).record_event())
-        return copied
+        passage = self._passage if group.paged else None
+        source = group.memory if passage is None else passage.through(group.memory)
+        copy = torch.empty_like(source, device=self.device).copy_(source, non_blocking=True)
+        if passage is not None:
+            passage.sent(torch.accelerator.current_stream(self.device).record_event())
+        self.copied += len(copy)
+        return copy
 
 
 class _Group:
