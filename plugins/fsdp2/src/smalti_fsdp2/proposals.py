@@ -33,7 +33,8 @@ def _recompute(config: Config) -> Mapping[Recompute, Mapping[str, object]]:
 def proposals(config: Config, world: World) -> list[Strategy]:
     """All ranks as one group of shards, one group per node if there are several (HSDP), and both with offload.
 
-    Where an adapter trains, that may be of the frozen weights alone. One rank alone has nothing to share, but what its device cannot hold can stay in host memory.
+    Where an adapter trains, also with the frozen weights alone in host memory. One rank has nothing to share, but what its
+    device cannot hold can stay in host memory.
     """
     found = [_sharded(config, world, world.size)] if world.size > 1 or enabled(config) else []
     if world.local_size not in (1, world.size):
