@@ -100,7 +100,7 @@ def test_shards_of_a_frozen_base_in_host_memory_are_rehearsed(tmp_path, monkeypa
     resident, streamed = found
     assert (resident.error, streamed.error) == (None, None)
     moved = resident.resident.parameters - streamed.resident.parameters
-    assert 0 < moved <= streamed.resident_host - resident.resident_host
+    assert moved == pytest.approx(streamed.resident_host - resident.resident_host, rel=0.25), "but for what is rounded up"
     assert streamed.resident.optimizer == resident.resident.optimizer > 0, "what trains is on the device"
     assert streamed.peak.total < resident.peak.total
 
