@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Container, Mapping, Sequence
+from typing import Protocol, runtime_checkable
 
 import torch
 import torch.distributed as dist
@@ -14,6 +15,15 @@ from smalti.models import Weights, first_weight
 from smalti.parallel import Communicator
 from smalti_fsdp2.host_shards import HostShards
 from smalti_fsdp2.pinning import pin_shards
+
+
+@runtime_checkable
+class QuantisingWeights(Protocol):
+    """`Weights` that quantise some tensors while they are read, each row by itself."""
+
+    def quantised_rows(self, name: str, start: int, stop: int) -> Tensor | None:
+        """Rows of such a tensor, as they are in all of it; None for another tensor."""
+        ...
 
 
 @torch.no_grad()
@@ -29,7 +39,8 @@ def fill(
     """Allocate this rank's shards of a model on the meta device and fill them, and put buffers on the device. *Collective*.
 
     `on_host` keeps the shards in host memory, pinned; else only those that are `streamed` are there. With `from_first`, rank 0
-    alone reads `weights` and sends the others their shards; without, every rank reads each tensor and keeps its part of it.
+    alone reads `weights` and sends the others their shards; without, every rank reads each tensor and keeps its part of it, and
+    quantises only that of `QuantisingWeights`.
     """
     buffers = {name: buffer for name, buffer in model.named_buffers(remove_duplicate=False) if buffer is not None}
     device = "cpu" if on_host else communicator.world.device
@@ -45,7 +56,7 @@ def fill(
     if not from_first or communicator.world.size == 1:
         mine = local_chunks(parameters)
         for name, parameter in parameters.items():
-            _local(parameter).copy_(_part(first_weight(weights, name, parameter), mine, name))
+            _local(parameter).copy_(_own_part(weights, name, parameter, mine))
     else:
         _distribute(parameters, weights, communicator)
 
@@ -79,6 +90,15 @@ def _distribute(parameters: Mapping[str, Tensor], weights: Weights, communicator
             received = torch.empty_like(local, device="cpu", memory_format=torch.contiguous_format)
             dist.recv(received, 0)
             local.copy_(received)
+
+
+def _own_part(weights: Weights, name: str, parameter: Tensor, mine: Chunks) -> Tensor:
+    if isinstance(weights, QuantisingWeights) and name in mine:
+        start = mine[name].offsets[0]
+        rows = weights.quantised_rows(name, start, start + mine[name].shape[0])
+        if rows is not None:
+            return rows
+    return _part(first_weight(weights, name, parameter), mine, name)
 
 
 def _part(whole: Tensor, chunks: Chunks, name: str) -> Tensor:
