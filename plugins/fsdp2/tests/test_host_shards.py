@@ -14,6 +14,7 @@ from smalti_diffusers.lora.eight_bits import EightBitLinear, eight_bit_weights
 from smalti_fsdp2.host_shards import HostShards
 from smalti_fsdp2.load_weights import fill
 from smalti_fsdp2.options import FsdpOptions
+from smalti_fsdp2.pinning import pin_gradients_exactly
 from smalti_fsdp2.sharding import prefetch, shard, shard_mesh
 from smalti_fsdp2.wrapping import units
 from smalti_memory.host_memory import HostMemory
@@ -113,3 +114,16 @@ def test_a_model_with_frozen_shards_in_host_memory_is_the_same_model(four, tmp_p
 
 def test_so_is_it_where_pages_of_files_take_what_may_not_be_pinned(four, tmp_path):
     assert four.run(difference, 4, None, 3000, tmp_path) == [[]] * 4
+
+
+def settings_after(before: str) -> str:
+    torch._C._accelerator_setAllocatorSettings(before)
+    pin_gradients_exactly()
+    return torch._C._accelerator_getAllocatorSettings()
+
+
+def test_what_torch_pins_is_rounded_up_no_more_and_its_other_settings_stay(four):
+    own = "pinned_max_round_threshold_mb"
+    assert four.run(settings_after, "")[0] == f"{own}:1"
+    assert four.run(settings_after, "expandable_segments:True")[0] == f"expandable_segments:True,{own}:1"
+    assert four.run(settings_after, f"{own}:64")[0] == f"{own}:64", "what the user says stays"

@@ -14,7 +14,7 @@ from smalti.checkpoint import Chunks, decode_chunks, encode_chunks, local_chunks
 from smalti.models import Weights, first_weight
 from smalti.parallel import Communicator
 from smalti_fsdp2.host_shards import HostShards
-from smalti_fsdp2.pinning import pin_shards
+from smalti_fsdp2.pinning import pin_gradients_exactly, pin_shards
 
 
 @runtime_checkable
@@ -35,12 +35,13 @@ def fill(
     on_host: bool,
     from_first: bool,
     streamed: HostShards | None = None,
+    pin_limit: int = 0,
 ) -> None:
     """Allocate this rank's shards of a model on the meta device and fill them, and put buffers on the device. *Collective*.
 
-    `on_host` keeps the shards in host memory, pinned; else only those that are `streamed` are there. With `from_first`, rank 0
-    alone reads `weights` and sends the others their shards; without, every rank reads each tensor and keeps its part of it, and
-    quantises only that of `QuantisingWeights`.
+    `on_host` keeps the shards in host memory, up to `pin_limit` bytes of them pinned; else only those that are `streamed` are
+    there. With `from_first`, rank 0 alone reads `weights` and sends the others their shards; without, every rank reads each
+    tensor and keeps its part of it, and quantises only that of `QuantisingWeights`.
     """
     buffers = {name: buffer for name, buffer in model.named_buffers(remove_duplicate=False) if buffer is not None}
     device = "cpu" if on_host else communicator.world.device
@@ -48,7 +49,8 @@ def fill(
     model._apply(lambda tensor: torch.empty_like(tensor, device="cpu" if tensor in away else device))
     kind = torch.device(communicator.world.device).type
     if on_host and kind != "cpu":
-        pin_shards(model, kind)
+        pin_shards(model, kind, pin_limit)
+        pin_gradients_exactly()
     if streamed is not None:
         streamed.take()
     fill_buffers(model, buffers, weights, communicator.world.device)

@@ -23,6 +23,7 @@ from smalti_fsdp2.options import ContextOptions, FsdpOptions
 from smalti_fsdp2.pure_blocks import compute_in_bf16
 from smalti_fsdp2.sharding import precision, prefetch, shard, shard_mesh
 from smalti_fsdp2.wrapping import units
+from smalti_memory.host_memory import pin_limit
 
 _log = logging.getLogger(__name__)
 
@@ -68,6 +69,7 @@ class Fsdp2Parallel(ProcessGroupParallel):
             on_host=on_cpu or options.fsdp_cpu_offload,
             from_first=options.fsdp_cpu_ram_efficient_loading,
             streamed=host_shards(self.config, self.world, self._groups),
+            pin_limit=pin_limit(self.config, self.world),
         )
         return model
 

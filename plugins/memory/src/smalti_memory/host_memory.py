@@ -64,14 +64,14 @@ class HostMemory:
 
 def host_memory(config: Config, world: World) -> HostMemory:
     """Of a rank whose weights are streamed, as the options say."""
-    limit, kind = config[MemoryOptions].pinned_gib, torch.device(world.device).type
-    size = _free_share(world.local_size) if limit is None else int(limit * 2**30)
-    return HostMemory(kind, limit=size, folder=cast(Path, config[RunOptions].output_dir))
+    kind, folder = torch.device(world.device).type, cast(Path, config[RunOptions].output_dir)
+    return HostMemory(kind, limit=pin_limit(config, world), folder=folder)
 
 
-def _free_share(ranks: int) -> int:
-    """Bytes that each of a node's ranks may pin where no option says it."""
-    return int(_SHARE * psutil.virtual_memory().available / ranks)
+def pin_limit(config: Config, world: World) -> int:
+    """Bytes of host memory that a rank may pin for weights: those of the option, else its part of what is free on its node."""
+    gib = config[MemoryOptions].pinned_gib if MemoryOptions in config else None
+    return int(_SHARE * psutil.virtual_memory().available / world.local_size) if gib is None else int(gib * 2**30)
 
 
 class Passage:

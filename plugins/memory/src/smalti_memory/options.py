@@ -11,7 +11,8 @@ SLOTS = 2
 class MemoryOptions(Options):
     stream_base: bool = option(
         False,
-        help="Keep the frozen weights of blocks in host memory, and copy each to the accelerator just before it computes.",
+        help="Keep the frozen weights of blocks in host memory, and copy each to the accelerator just before it computes. With "
+        "FSDP each rank keeps its shards of them.",
         tradeoff="memory for two blocks instead of all, two copies of the weights over the bus per micro-batch",
     )
     resident_gib: float = option(
@@ -24,10 +25,9 @@ class MemoryOptions(Options):
     )
     pinned_gib: float | None = option(
         None,
-        help="Pinned host memory for a rank's streamed weights, in GiB; the rest is in a file of the run directory. "
+        help="Pinned host memory for a rank's streamed or offloaded weights, in GiB; more streamed weights go to a file. "
         "Default: three quarters of the free host memory, shared by the ranks of a node.",
         tradeoff="less host memory that cannot be swapped, slower copies of what is beyond it",
-        when="stream_base",
         level="advanced",
         ge=0,
     )
