@@ -6,6 +6,9 @@ ahead as it is told; only the memory is another.
 
 The copy is made on the stream that gathers, and lives until the gather has read it: a part of one block, beside the blocks that
 are gathered. Nothing waits for it on the host, unless the shards are pages of a file.
+
+One rank that has whole parameters gathers nothing: torch reads them on the stream that computes, which then waits for the copy.
+Without FSDP it would not.
 """
 
 from __future__ import annotations
@@ -34,7 +37,7 @@ class HostShards:
         self._groups = [found for module in modules for found in map(frozen_shards, groups_of(module)) if found]
         self._parameters = {id(each.sharded_param) for group in self._groups for each in group}
 
-    def __contains__(self, tensor: Tensor) -> bool:
+    def __contains__(self, tensor: object) -> bool:
         """Whether it is one of these parameters, as long as they are on the meta device."""
         return id(tensor) in self._parameters
 

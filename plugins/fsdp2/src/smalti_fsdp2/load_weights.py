@@ -46,7 +46,11 @@ def fill(
     buffers = {name: buffer for name, buffer in model.named_buffers(remove_duplicate=False) if buffer is not None}
     device = "cpu" if on_host else communicator.world.device
     away: Container[Tensor] = () if streamed is None else streamed
-    model._apply(lambda tensor: torch.empty_like(tensor, device="cpu" if tensor in away else device))
+
+    def allocated(tensor: Tensor) -> Tensor:
+        return torch.empty_like(tensor, device="cpu" if tensor in away else device)
+
+    model._apply(allocated)  # type: ignore[no-untyped-call]
     kind = torch.device(communicator.world.device).type
     if on_host and kind != "cpu":
         pin_shards(model, kind, pin_limit)
