@@ -116,6 +116,11 @@ def test_shards_in_host_memory_pin_what_they_need_and_no_more(seen):
     assert 0 < weights <= pinned <= 1.01 * weights
 
 
+def test_no_more_is_pinned_than_may_be(rehearsed):
+    pinned, weights = rehearsed("fsdp_enable", "fsdp_cpu_offload", pinned_gib=0, saves=False, samples=False).built
+    assert pinned < 64 < weights, "a number at most"
+
+
 @pytest.mark.parametrize("seen", ["hsdp"], indirect=True)
 def test_first_weights_travel_in_host_memory(seen):
     """Each pair of ranks would make a communicator for devices; those that are made with a group serve all of it."""

@@ -181,6 +181,21 @@ def test_scales_are_there_in_any_order(kind):
     assert torch.equal(weights.get("layer.bias"), plain.bias)
 
 
+@both
+def test_some_rows_are_those_of_the_whole_and_other_tensors_are_left_to_the_weights(kind):
+    plain = nn.Linear(32, 15)
+    made = nn.ModuleDict({"layer": EightBitLinear(plain, TYPES[kind])})
+    whole, parts = (eight_bit_weights(Plain(plain), made) for _ in range(2))
+    for name in ("layer.weight", "layer.weight_scale"):
+        rows = [parts.quantised_rows(name, start, stop) for start, stop in ((0, 8), (8, 15))]
+        assert torch.equal(torch.cat(rows), whole.get(name))
+    assert parts.quantised_rows("layer.bias", 0, 8) is None
+    with pytest.raises(UserError, match=r"layer.weight is \[15, 32\] in the weights and \[16, 32\] in the model"):
+        eight_bit_weights(Plain(plain), nn.ModuleDict({"layer": EightBitLinear(nn.Linear(32, 16), TYPES[kind])})).get(
+            "layer.weight"
+        )
+
+
 @pytest.mark.parametrize("precision", ["int8-rowwise", "fp8-rowwise"])
 def test_a_plan_counts_the_bytes_and_the_products_of_such_a_base(precision, counted):
     (plain, _), (facts, model) = counted("no_change"), counted(precision)

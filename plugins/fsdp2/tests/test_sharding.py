@@ -20,7 +20,8 @@ from smalti.models.blocks import find_blocks
 from smalti.models.weights import FolderWeights, SeededWeights, Weights, materialise, without_weights
 from smalti.parallel.gloo import GlooCommunicator
 from smalti.parallel.state import capture, restore
-from smalti_diffusers.lora.eight_bits import EightBitLinear, eight_bit_weights
+from smalti_diffusers.lora import eight_bits
+from smalti_diffusers.lora.eight_bits import EightBitLinear, eight_bit_weights, quantised
 from smalti_fsdp2.activation_checkpointing import recompute
 from smalti_fsdp2.load_weights import fill
 from smalti_fsdp2.options import FsdpOptions
@@ -217,7 +218,10 @@ def beside_8_bits(kept_as: torch.dtype) -> list[str]:
     shard(
         parts, units(parts, find_blocks(parts, ["Adapted"]), options), shard_mesh(this_rank().world, None), options, bf16=True
     )
-    fill(parts, weights(), this_rank(), on_host=True, from_first=False)
+    with pytest.MonkeyPatch.context() as patch:
+        rows: list[int] = []
+        patch.setattr(eight_bits, "quantised", lambda given, kind: (rows.append(len(given)), quantised(given, kind))[1])
+        fill(parts, weights(), this_rank(), on_host=True, from_first=False)
     tokens = torch.randn(4, 32, 48, generator=torch.Generator().manual_seed(1))
     losses = []
     for model in (whole, parts):
@@ -227,6 +231,7 @@ def beside_8_bits(kept_as: torch.dtype) -> list[str]:
             (loss / (2 if model is whole else 1)).backward()
             losses.append(loss.detach())
     wrong = [] if losses[dist.get_rank()] == losses[2] else [f"losses {losses}"]
+    wrong += [] if rows == [48] * 3 else [f"of 96 rows of each layer, {rows} were quantised on this rank"]
     alone = dict(whole.named_parameters())
     for name, each in parts.named_parameters():
         if each.requires_grad:

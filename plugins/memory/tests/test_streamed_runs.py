@@ -3,7 +3,7 @@
 import pytest
 import tiny
 
-from support.alike import assert_alike
+from support.alike import assert_alike, losses
 from support.images import images_in
 from support.warm_processes import warm_processes
 
@@ -75,12 +75,44 @@ def test_so_are_those_of_other_kinds_of_adapters_over_a_quantised_base_too(train
     assert_alike(*directories, 2)
 
 
+SHARDED = {"fsdp_enable": True, "gradient_checkpointing": False, "fsdp_activation_checkpointing": True}
+
+
+@pytest.fixture(scope="module")
+def sharded(train):
+    code, output, directory = train("sharded", **SHARDED)
+    assert code == 0, output
+    return directory
+
+
+def test_a_sharded_run_that_goes_on_streamed_is_the_resident_one_bit_for_bit(train, sharded):
+    """One block of four stays on the device, and most of the others are pages of a file."""
+    code, output, directory = train("sharded resumed", **SHARDED, max_train_steps=2)
+    assert code == 0, output
+    code, output, directory = train("sharded resumed", **SHARDED, stream_base=True, resident_gib=4e-6, pinned_gib=1e-5)
+    assert code == 0, output
+    assert_alike(directory, sharded, STEPS)
+
+
+def test_a_streamed_sharded_run_goes_on_in_one_process_and_back(train, sharded):
+    both = {"stream_base": True, "max_train_steps": 2}
+    code, output, directory = train("back", **SHARDED, **both)
+    assert code == 0, output
+    assert losses(directory) == losses(sharded)[:2]
+    alone = {"num_processes": 1, "train_batch_size": 4, "max_train_steps": 3}
+    code, output, directory = train("back", **both | alone)
+    assert code == 0, output
+    code, output, directory = train("back", **SHARDED)
+    assert code == 0, output
+    assert losses(directory) == pytest.approx(losses(sharded), rel=1e-5)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"model_type": "full"}, "stream_base needs weights that do not train"),
         ({"gradient_checkpointing": False}, "stream_base needs gradient_checkpointing"),
-        ({"fsdp_enable": True}, "cannot be enabled simultaneously"),
+        ({"fsdp_enable": True, "fsdp_cpu_offload": True}, "fsdp_cpu_offload keeps all shards there"),
     ],
 )
 def test_what_cannot_be_streamed_is_refused_before_the_launch(train, options, message):

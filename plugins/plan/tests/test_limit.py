@@ -158,9 +158,12 @@ def test_more_memory_is_never_slower_and_never_more_than_there_is(search):
     assert seconds == sorted(seconds, reverse=True)
 
 
-def test_blocks_that_stay_on_the_device_take_its_memory_and_save_host_memory_and_time(search):
-    one = search("middle", "lora", "24GB")
-    [streamed] = (each for each in strategies_for(one.config, one.plugins, WORLD) if each.name == "streamed")
+@pytest.mark.parametrize(
+    ("world", "name"), [(WORLD, "streamed"), (World(size=2, local_size=2, device="cuda"), "fsdp2-streamed")], ids=("one", "two")
+)
+def test_blocks_that_stay_on_the_device_take_its_memory_and_save_host_memory_and_time(search, world, name):
+    one = replace(search("middle", "lora", "24GB"), world=world)
+    [streamed] = (each for each in strategies_for(one.config, one.plugins, world) if each.name == name)
     ways = [
         estimate(
             one.model,
@@ -169,7 +172,7 @@ def test_blocks_that_stay_on_the_device_take_its_memory_and_save_host_memory_and
             "full",
             1,
             one.device,
-            WORLD,
+            world,
         )
         for gib in (0.0, 4.0, 8.0)
     ]
@@ -179,7 +182,10 @@ def test_blocks_that_stay_on_the_device_take_its_memory_and_save_host_memory_and
         sorted(host, reverse=True),
         sorted(seconds, reverse=True),
     )
-    assert ways[1].counted.peak.total - ways[0].counted.peak.total == ways[0].fit.host - ways[1].fit.host == 4 * 2**30
+    assert ways[1].counted.peak.total - ways[0].counted.peak.total == 4 * 2**30
+    assert ways[0].fit.host - ways[1].fit.host == 4 * 2**30 * world.size, "all ranks of the node together"
+    chosen = [each for each in one.ways(one.fixed) if each.strategy.name == name]
+    assert any(each.options["resident_gib"] > 0 and each.fit.level == "fits" for each in chosen), "as many blocks as fit"
 
 
 def test_what_is_set_stays_and_the_message_says_what_bars_a_smaller_way(search):

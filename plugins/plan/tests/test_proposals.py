@@ -113,3 +113,17 @@ def test_one_gpu_may_keep_in_host_memory_what_it_cannot_hold(plugins, options, d
     world = World(size=1, device=device)
     found = plugins.gather(HookSpecs.propose_strategies, config=configured(plugins, options, world), world=world)
     assert [each.name for each in found if each.origin.plugin == "fsdp2"] == names
+
+
+@pytest.mark.parametrize(
+    ("world", "names"), [(WORLDS[1], {"fsdp2"}), (WORLDS[2], {"fsdp2", "hsdp-8"}), (WORLDS[3], set())], ids=str
+)
+def test_shards_of_a_frozen_base_may_be_in_host_memory(plugins, world, names):
+    config = configured(plugins, {"model_type": "lora"}, world)
+    found = plugins.gather(HookSpecs.propose_strategies, config=config, world=world)
+    streamed = [each for each in found if each.origin.plugin == "fsdp2" and each.options.get("stream_base")]
+    assert {each.name for each in streamed} == {f"{name}-streamed" for name in names}
+    for strategy in streamed:
+        accepted = configured(plugins, {"model_type": "lora", **strategy.options}, world)
+        assert plugin_problems(accepted, plugins) == plugin_problems(config, plugins)
+        assert choose_distributed(accepted, plugins).origin.plugin == "fsdp2"

@@ -23,6 +23,7 @@ from smalti_fsdp2.options import (
     named_classes,
     splits_context,
 )
+from smalti_memory.options import streams_base
 
 if TYPE_CHECKING:
     from torch import nn
@@ -38,7 +39,7 @@ def problems(config: Config) -> list[Problem]:
         return [Problem(message="Context parallelism requires FSDP2.", where=config.source("context_parallel_size"), fix=fix)]
     if not enabled(config):
         return []
-    return config.run_checks(_sizes, _classes, _recomputation, _graphs, _symmetric_memory, _beyond_version1)
+    return config.run_checks(_sizes, _classes, _recomputation, _graphs, _symmetric_memory, _streaming, _beyond_version1)
 
 
 def context_parallel_problem(config: Config) -> str | None:
@@ -107,6 +108,32 @@ def _symmetric_memory(config: Config) -> list[Problem]:
         return []
     message, fix = "fsdp_symmetric_memory needs NVIDIA GPUs, and use_cpu is set", "--no_fsdp_symmetric_memory, or --no_use_cpu"
     return [Problem(message=message, where=config.source("fsdp_symmetric_memory"), fix=fix)]
+
+
+def _streaming(config: Config) -> list[Problem]:
+    """Frozen shards in host memory, and options that would leave nothing of that."""
+    if not streams_base(config):
+        return []
+    options, fix = config[FsdpOptions], "or --no_stream_base"
+    found = (
+        (
+            options.fsdp_cpu_offload,
+            "stream_base keeps shards of frozen weights in host memory, and fsdp_cpu_offload keeps all shards there",
+            f"--no_fsdp_cpu_offload to have what trains on the device, {fix}",
+        ),
+        (
+            not options.fsdp_reshard_after_forward,
+            "stream_base would save nothing: without fsdp_reshard_after_forward the device keeps all blocks gathered",
+            f"--fsdp_reshard_after_forward, {fix}",
+        ),
+        (
+            options.fsdp_auto_wrap_policy == "NO_WRAP",
+            "stream_base needs blocks that are gathered one by one, and fsdp_auto_wrap_policy=NO_WRAP gathers the whole model",
+            f"--fsdp_auto_wrap_policy=TRANSFORMER_BASED_WRAP, {fix}",
+        ),
+    )
+    where = config.source("stream_base")
+    return [Problem(message=message, where=where, fix=each) for wrong, message, each in found if wrong]
 
 
 def _classes(config: Config) -> list[Problem]:

@@ -10,6 +10,7 @@ from smalti import Communication, Config, Recompute, Strategy, World
 from smalti.config import ModelOptions
 from smalti.parallel import in_bf16
 from smalti_fsdp2.options import ContextOptions, FsdpOptions, enabled
+from smalti_memory.options import MemoryOptions
 
 _COPIES = 3
 """Of a block's gathered parameters: the block that computes, the one that is gathered ahead, and the buffer it arrives in."""
@@ -32,14 +33,16 @@ def _recompute(config: Config) -> Mapping[Recompute, Mapping[str, object]]:
 def proposals(config: Config, world: World) -> list[Strategy]:
     """All ranks as one group of shards, one group per node if there are several (HSDP), and both with offload.
 
-    One rank alone has nothing to share, but what its device cannot hold can stay in host memory.
+    Where an adapter trains, also with the frozen weights alone in host memory. One rank has nothing to share, but what its
+    device cannot hold can stay in host memory.
     """
     found = [_sharded(config, world, world.size)] if world.size > 1 or enabled(config) else []
     if world.local_size not in (1, world.size):
         found.append(_sharded(config, world, world.local_size))
     if world.device.startswith("cpu"):
         return found
-    return [*found, *(_offloaded(each) for each in found or [_sharded(config, world, 1)])]
+    streamed = [_streamed(config, each) for each in found] if world.size > 1 and _streams(config) else []
+    return [*found, *streamed, *(_offloaded(each) for each in found or [_sharded(config, world, 1)])]
 
 
 def _sharded(config: Config, world: World, shards: int) -> Strategy:
@@ -100,6 +103,21 @@ def _communication(options: FsdpOptions, world: World, shards: int, item: int) -
             times=times,
             between_nodes=True,
         )
+
+
+def _streams(config: Config) -> bool:
+    return MemoryOptions in config and config[ModelOptions].model_type == "lora"
+
+
+def _streamed(config: Config, strategy: Strategy) -> Strategy:
+    """The same with the frozen shards of blocks in host memory."""
+    return replace(
+        strategy,
+        name=f"{strategy.name}-streamed",
+        title=f"{strategy.title}, base streamed",
+        options={**strategy.options, "stream_base": True, "resident_gib": config[MemoryOptions].resident_gib},
+        offloaded=frozenset(("frozen",)),
+    )
 
 
 def _offloaded(strategy: Strategy) -> Strategy:

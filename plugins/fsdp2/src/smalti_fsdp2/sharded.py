@@ -17,11 +17,13 @@ from smalti.models import ModelFamily, Weights, compile_blocks, context_plan
 from smalti.parallel import ModelState, PortableState, ProcessGroupParallel, TrainingState
 from smalti_fsdp2.activation_checkpointing import recompute
 from smalti_fsdp2.context import context_group, split_context
+from smalti_fsdp2.host_shards import host_shards
 from smalti_fsdp2.load_weights import fill
 from smalti_fsdp2.options import ContextOptions, FsdpOptions
 from smalti_fsdp2.pure_blocks import compute_in_bf16
 from smalti_fsdp2.sharding import precision, prefetch, shard, shard_mesh, use_symmetric_memory
 from smalti_fsdp2.wrapping import units
+from smalti_memory.host_memory import pin_limit
 
 _log = logging.getLogger(__name__)
 
@@ -68,6 +70,8 @@ class Fsdp2Parallel(ProcessGroupParallel):
             self,
             on_host=on_cpu or options.fsdp_cpu_offload,
             from_first=options.fsdp_cpu_ram_efficient_loading,
+            streamed=host_shards(self.config, self.world, self._groups),
+            pin_limit=pin_limit(self.config, self.world),
         )
         return model
 

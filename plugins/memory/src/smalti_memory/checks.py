@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from smalti import Config, Problem
 from smalti.config import LaunchOptions, ModelOptions, cuda_graph_problem
-from smalti_memory.options import ActivationOptions, MemoryOptions
+from smalti_memory.options import ActivationOptions, MemoryOptions, under_fsdp
 
 
 def problems(config: Config) -> list[Problem]:
@@ -16,7 +16,7 @@ def problems(config: Config) -> list[Problem]:
     if model.model_type != "lora":
         message = "stream_base needs weights that do not train, and model_type=full trains all of them"
         found.append(Problem(message=message, where=where, fix="--model_type=lora, or --no_stream_base"))
-    if not model.gradient_checkpointing:
+    if not model.gradient_checkpointing and not under_fsdp(config):  # which gathers the weights of a block again
         message = "stream_base needs gradient_checkpointing: the backward pass uses the weights of every block again"
         found.append(Problem(message=message, where=where, fix="--gradient_checkpointing, or --no_stream_base"))
     graphs = cuda_graph_problem(config[LaunchOptions], "with stream_base: weights move between places in memory")

@@ -4,17 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
-from typing import cast
 
-import torch
 from torch import Tensor, nn
 
 from smalti import Block
-from smalti.config import RunOptions
 from smalti.models import Weights, materialise
 from smalti.training import DdpParallel
-from smalti_memory.host_memory import HostMemory, free_share
+from smalti_memory.host_memory import host_memory
 from smalti_memory.options import MemoryOptions
 from smalti_memory.streaming import BlockStream
 
@@ -24,7 +20,7 @@ class StreamedParallel(DdpParallel):
 
     def with_weights(self, model: nn.Module, blocks: Sequence[Block], weights: Weights) -> nn.Module:
         """Block by block, so that the device never holds more than one of those that are streamed."""
-        self.stream = BlockStream(self.world.device, self._host_memory())
+        self.stream = BlockStream(self.world.device, host_memory(self.config, self.world))
         streamed = self._streamed(model, blocks)
         for path, module in streamed.items():
             self.stream.add(materialise(module, _Part(weights, f"{path}."), self.world.device))
@@ -36,11 +32,6 @@ class StreamedParallel(DdpParallel):
             model, [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
         )
         return model
-
-    def _host_memory(self) -> HostMemory:
-        limit, kind = self.config[MemoryOptions].pinned_gib, torch.device(self.world.device).type
-        size = free_share(self.world.local_size) if limit is None else int(limit * 2**30)
-        return HostMemory(kind, limit=size, folder=cast(Path, self.config[RunOptions].output_dir))
 
     def _streamed(self, model: nn.Module, blocks: Sequence[Block]) -> dict[str, nn.Module]:
         """By path, the blocks that do not stay on the device: the last ones do, as they are needed first on the way back.

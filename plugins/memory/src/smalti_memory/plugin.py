@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class Memory:
-    """Claims every run that asks for its frozen weights to be streamed."""
+    """Claims every run that asks for its frozen weights to be streamed, but for those that FSDP spreads over ranks."""
 
     @hookimpl
     def declare_options(self) -> list[OptionGroup]:
@@ -32,9 +32,9 @@ class Memory:
 
     @hookimpl
     def configure_distributed(self, config: Config) -> DistributedPlan | None:
-        from smalti_memory.options import MemoryOptions
+        from smalti_memory.options import streams_base, under_fsdp
 
-        if not config[MemoryOptions].stream_base:
+        if not streams_base(config) or under_fsdp(config):
             return None
         return DistributedPlan(name="memory", title="streaming of the base", parallel="smalti_memory.parallel:StreamedParallel")
 

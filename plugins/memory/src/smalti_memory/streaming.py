@@ -23,16 +23,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from smalti import UserError
 from smalti.parallel import side_stream
 from smalti_memory.activations import keeps_all
-from smalti_memory.host_memory import HostMemory
+from smalti_memory.host_memory import HostMemory, Layout, Passage
 from smalti_memory.options import SLOTS
-
-_ALIGNMENT = 256
-"""Bytes to which tensors within a block are aligned: what vectorised kernels want at most."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,17 +88,14 @@ class BlockStream:
         self._next: dict[tuple[bool, int], int] = {}
         self._before: dict[int, int] = {}
         self._last: _Call | None = None
-        self._passage: Tensor | None = None
-        """Pinned memory through which pages of files go to the device."""
-        self._passed: torch.Event | None = None
-        """When it is free again."""
+        self._passage: Passage | None = None
 
     def add(self, module: nn.Module) -> None:
         """Move the frozen tensors of a block with values to host memory; parameters that train and buffers stay where they are.
 
         They may be quantised: a tensor that consists of others, as torchao's do.
         """
-        frozen, layout = list(_frozen(module)), _Layout()
+        frozen, layout = list(_frozen(module)), Layout()
         tensors = {id(tensor): tensor for _, _, tensor in frozen}
         made = {key: layout.place(tensor) for key, tensor in tensors.items()}  # once, where two modules share one
         memory, paged = self.host.take(layout.size)
@@ -120,7 +113,7 @@ class BlockStream:
         largest = max((len(block.memory) for block in self._blocks), default=0)
         self._stream = side_stream(str(self.device))
         if self._stream is not None and (paged := [len(block.memory) for block in self._blocks if block.paged]):
-            self._passage = self.host.pin(max(paged))
+            self._passage = Passage(self.host.pin(max(paged)))
         for number in range(min(SLOTS, len(self._blocks))):
             self._slots.append(_Slot(number=number, memory=torch.empty(largest, dtype=torch.uint8, device=self.device)))
         for number, module in enumerate(self._modules):
@@ -183,13 +176,14 @@ class BlockStream:
         if self._stream is None:
             target.copy_(block.memory)
         else:
-            source = self._pinned(block)
+            passage = self._passage if block.paged else None
+            source = block.memory if passage is None else passage.through(block.memory)
             self._stream.wait_stream(torch.accelerator.current_stream(self.device))
             with self._stream:
                 target.copy_(source, non_blocking=True)
             slot.arrived = self._stream.record_event()
-            if block.paged:
-                self._passed = slot.arrived
+            if passage is not None:
+                passage.sent(slot.arrived)
         self.copied += len(block.memory)
         slot.holds = number
         if slot.number not in block.there:
@@ -197,14 +191,6 @@ class BlockStream:
         for home, tensor in zip(block.homes, block.there[slot.number], strict=True):
             home.table[home.name] = tensor
         return slot
-
-    def _pinned(self, block: _Block) -> Tensor:
-        """The block's range, or a copy of it in pinned memory. The host waits until what passed there before has arrived."""
-        if not block.paged or self._passage is None:
-            return block.memory
-        if self._passed is not None:
-            self._passed.synchronize()
-        return self._passage[: len(block.memory)].copy_(block.memory)
 
 
 def _frozen(module: nn.Module) -> Iterator[tuple[MutableMapping[str, Any], str, Tensor]]:
@@ -214,33 +200,6 @@ def _frozen(module: nn.Module) -> Iterator[tuple[MutableMapping[str, Any], str, 
             for name, value in list(table.items()):
                 if isinstance(value, Tensor) and not value.requires_grad:
                     yield table, name, value
-
-
-class _Layout:
-    """Where in a range of memory the parts of tensors lie."""
-
-    def __init__(self) -> None:
-        self.size = 0
-        self._parts: list[tuple[int, Tensor]] = []
-
-    def place(self, tensor: Tensor) -> Callable[[Tensor], Tensor]:
-        """Reserve room; returns what puts the tensor together from such a range, (bytes,)."""
-        shape, stride, dtype, kind = tensor.shape, tensor.stride(), tensor.dtype, type(tensor)
-        if is_traceable_wrapper_subclass(tensor):
-            names, context = tensor.__tensor_flatten__()
-            inner = {name: self.place(getattr(tensor, name)) for name in names}
-            return lambda memory: kind.__tensor_unflatten__(
-                {name: build(memory) for name, build in inner.items()}, context, shape, stride
-            )
-        begin, end = self.size, self.size + tensor.nbytes
-        self._parts.append((begin, tensor.detach()))
-        self.size = -(-end // _ALIGNMENT) * _ALIGNMENT
-        return lambda memory: memory[begin:end].view(dtype).view(shape)
-
-    def fill(self, memory: Tensor) -> None:
-        """Copy the parts of all tensors into a range."""
-        for begin, part in self._parts:
-            memory[begin : begin + part.nbytes].view(part.dtype).view(part.shape).copy_(part)
 
 
 def _like(tensor: Tensor, values: Tensor) -> Tensor:

@@ -180,7 +180,7 @@ def _with_resident(
         return estimate(model, run, own, recompute, micro_batch, device, world, efficiencies)
 
     yield estimate(model, run, strategy, recompute, micro_batch, device, world, efficiencies)
-    if _RESIDENT not in strategy.options or "frozen" not in strategy.offloaded or strategy.divided:
+    if _RESIDENT not in strategy.options or "frozen" not in strategy.offloaded or "weights" in strategy.offloaded:
         return
     sizes = resident_sizes(model, strategy)
     fitting = bisect_left(sizes, x=True, key=lambda gib: with_gib(gib).fit.level != "fits")

@@ -16,9 +16,17 @@ EXCLUDED: dict[tuple[str, str], tuple[tuple[str, ...], str]] = {
         (*STREAMED, *GRAPHS),
         "does not work with stream_base: weights move between places in memory",
     ),
-    ("`--stream_base`", "FSDP"): (
-        (*STREAMED, "fsdp_enable"),
-        "streaming of the base and FSDP cannot be enabled simultaneously",
+    ("`--stream_base`", "`--fsdp_cpu_offload`"): (
+        (*STREAMED, "fsdp_enable", "fsdp_cpu_offload"),
+        "fsdp_cpu_offload keeps all shards there",
+    ),
+    ("`--stream_base`", "`--no_fsdp_reshard_after_forward`"): (
+        (*STREAMED, "fsdp_enable", "no_fsdp_reshard_after_forward"),
+        "without fsdp_reshard_after_forward the device keeps all blocks gathered",
+    ),
+    ("`--stream_base`", "`--fsdp_auto_wrap_policy=NO_WRAP`"): (
+        (*STREAMED, "fsdp_enable", "fsdp_auto_wrap_policy=NO_WRAP"),
+        "stream_base needs blocks that are gathered one by one",
     ),
     ("`--stream_base`", "DeepSpeed"): (
         (*STREAMED, ZERO),

@@ -83,6 +83,28 @@ def test_one_rank_with_its_weights_in_host_memory_is_rehearsed(tmp_path, monkeyp
     assert rehearsal.resident_host >= (4 + 8) * rehearsal.trainable, "fp32 weights and the state of AdamW"
 
 
+def test_shards_of_a_frozen_base_in_host_memory_are_rehearsed(tmp_path, monkeypatch):
+    import tiny
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    tiny.flux(tmp_path / "pipeline")
+    own = {name: value for name, value in COMMON.items() if not name.startswith("toy")}
+    own |= {"model_family": "flux", "pretrained_model_name_or_path": tmp_path / "pipeline", "tokenizer_max_length": 32}
+    own |= {"model_type": "lora", "lora_rank": 4, "mixed_precision": "bf16", "resolution": 64, "num_processes": 4}
+    sharded = {"fsdp_enable": "true", "fsdp_shard_size": 4, "fsdp_activation_checkpointing": "true"}
+    words = as_words({**own, **sharded, "instance_data_dir": tmp_path, "output_dir": tmp_path / "run"})
+    command_line, device, found = CommandLine.parse(words), device_models()["rtx4090"], []
+    for options in ({}, {"stream_base": True}):
+        candidate = Candidate(strategy="fsdp2", options=options)
+        found.append(rehearse(command_line.config(), command_line.plugins, device, candidate, ranks=4, rank=1))
+    resident, streamed = found
+    assert (resident.error, streamed.error) == (None, None)
+    moved = resident.resident.parameters - streamed.resident.parameters
+    assert moved == pytest.approx(streamed.resident_host - resident.resident_host, rel=0.25), "but for what is rounded up"
+    assert streamed.resident.optimizer == resident.resident.optimizer > 0, "what trains is on the device"
+    assert streamed.peak.total < resident.peak.total
+
+
 def test_a_pipeline_without_weights_is_enough(tmp_path):
     import tiny
 

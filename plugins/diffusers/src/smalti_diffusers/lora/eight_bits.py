@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from smalti.models import Weights
+from smalti.models import Weights, first_weight
 
 _SCALE = "weight_scale"
 _LIMITS = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
@@ -112,31 +112,42 @@ def quantised(rows: Tensor, kept_as: torch.dtype) -> tuple[Tensor, Tensor]:
 
 def eight_bit_weights(weights: Weights, model: nn.Module) -> Weights:
     """The first weights of a model whose `EightBitLinear` layers are unquantised in `weights`."""
-    layers = {path: module.kept_as for path, module in model.named_modules() if isinstance(module, EightBitLinear)}
+    layers = {path: module for path, module in model.named_modules() if isinstance(module, EightBitLinear)}
     return _Quantised(weights, layers) if layers else weights
 
 
 class _Quantised:
     """`Weights` with those of `layers` in 8 bits. They are quantised when they are read, in host memory."""
 
-    def __init__(self, weights: Weights, layers: Mapping[str, torch.dtype]) -> None:
+    def __init__(self, weights: Weights, layers: Mapping[str, EightBitLinear]) -> None:
         self._weights = weights
         self._layers = layers
-        self._scales: dict[str, Tensor] = {}
-        """By layer, of weights that were read before their scales."""
+        self._scales: dict[tuple[str, int, int | None], Tensor] = {}
+        """By layer and rows, of weights that were read before their scales."""
 
     def names(self) -> Iterator[str]:
         yield from self._weights.names()
         yield from (f"{layer}.{_SCALE}" for layer in self._layers)
 
     def get(self, name: str) -> Tensor:
+        rows = self.quantised_rows(name, 0, None)
+        return self._weights.get(name) if rows is None else rows
+
+    def quantised_rows(self, name: str, start: int, stop: int | None) -> Tensor | None:
+        """Some rows of a weight or scale of these layers, the same as in all of it; None for the name of another tensor.
+
+        Only these rows are quantised, for a rank that keeps no others. Raises UserError and KeyError as reading weights does.
+        """
         layer, _, part = name.rpartition(".")
         if layer not in self._layers or part not in ("weight", _SCALE):
-            return self._weights.get(name)
-        if part == _SCALE and layer in self._scales:
-            return self._scales.pop(layer)
-        numbers, scales = quantised(self._weights.get(f"{layer}.weight").float(), self._layers[layer])
+            return None
+        key = layer, start, stop
+        if part == _SCALE and key in self._scales:
+            return self._scales.pop(key)
+        module = self._layers[layer]
+        rows = first_weight(self._weights, f"{layer}.weight", module.weight)[start:stop]
+        numbers, scales = quantised(rows.float(), module.kept_as)
         if part == _SCALE:
             return scales.view(torch.int32)
-        self._scales[layer] = scales.view(torch.int32)
+        self._scales[key] = scales.view(torch.int32)
         return numbers.view(torch.int8)
