@@ -99,6 +99,8 @@ class ModelFamily:
     host_conditioning: Collection[str] = ()
     """Names of the conditioning of captions that `forward` takes in host memory, to read it without waiting for the device, if
     captions were encoded before training. From `encode_captions` and in `sample` it is on `device` as all other."""
+    learning_rates: Mapping[str, float] = {}
+    """Peak learning rates of the parameters whose names begin so, in place of `--learning_rate`."""
     notices: Sequence[str] = ()
     """What the user should know before the launch, in sentences. Printed once, with the other notices."""
     device: torch.device = torch.device("cpu")

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import logging
 import sys
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from contextlib import ExitStack
 from functools import partial
 from typing import cast
@@ -184,7 +184,8 @@ def assemble(
     model_config = config_of(bare) if adapter is None else ""
     (parameters, trainable), decayed = parameter_counts(bare), matrices(bare)
     model = wrap_model(config, plugins, plan, parallel, family, bare, blocks, seed, weights)
-    model, optimizer = parallel.setup(model, build_optimizer(config, plugins, parallel, model, decayed))
+    optimizer = build_optimizer(config, plugins, parallel, model, decayed, family.learning_rates)
+    model, optimizer = parallel.setup(model, optimizer)
     model.train()
     unconditional = encoded.conditioning([""], device, on_host=family.host_conditioning)
     terms = plugins.gather(HookSpecs.build_terms, config=config, family=family)
@@ -268,10 +269,18 @@ def wrap_model(
 
 
 def build_optimizer(
-    config: Config, plugins: Plugins, parallel: Parallel, model: nn.Module, decayed: Collection[str]
+    config: Config,
+    plugins: Plugins,
+    parallel: Parallel,
+    model: nn.Module,
+    decayed: Collection[str],
+    rates: Mapping[str, float] | None = None,
 ) -> torch.optim.Optimizer:
-    """The optimizer over the parameters that train, named as the family names them; `decayed` ones get weight decay."""
-    groups = parameter_groups(parallel.unwrap(model), config[OptimizerOptions].adam_weight_decay, decayed)
+    """The optimizer over the parameters that train, named as the family names them; `decayed` ones get weight decay.
+
+    `rates` are those of `ModelFamily.learning_rates`.
+    """
+    groups = parameter_groups(parallel.unwrap(model), config[OptimizerOptions].adam_weight_decay, decayed, rates)
     registry = plugins.gather(HookSpecs.register_optimizers)
     optimizer = plugins.decide(HookSpecs.build_optimizer, model=model, groups=groups, config=config, registry=registry)
     assert optimizer is not None, "the core's own answer comes last"

@@ -83,7 +83,8 @@ class DeepSpeedParallel(ProcessGroupParallel):
             zero_of,
         )
 
-        groups = [{"params": group["params"], "weight_decay": group["weight_decay"]} for group in optimizer.param_groups]
+        kept = ("params", "weight_decay", "peak_lr")
+        groups = [{key: group[key] for key in kept if key in group} for group in optimizer.param_groups]
         explained = failures_explained(self._document)
         with compiled_one_at_a_time(), explained, _settings_fit(self._document), numbers_sent(), matrices_marked():
             engine, _, _, _ = deepspeed.initialize(

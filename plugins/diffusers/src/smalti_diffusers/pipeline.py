@@ -32,6 +32,7 @@ from smalti_diffusers.lora.adapter import attach
 from smalti_diffusers.lora.assistant import ASSISTANT, is_distilled, locate as locate_assistant, notice
 from smalti_diffusers.lora.chosen import chosen_adapter, description
 from smalti_diffusers.lora.eight_bits import eight_bit_weights
+from smalti_diffusers.lora.encoders import BaseWeights, JoinedWeights
 from smalti_diffusers.lora.first_weights import AdaptedWeights
 from smalti_diffusers.lora.header import AdapterHeader
 from smalti_diffusers.lora.quantisation import check_device, is_sharded, quantise, storage
@@ -39,7 +40,7 @@ from smalti_diffusers.lora.reading import AdapterFile
 from smalti_diffusers.lora.strength import adapter_scaled
 from smalti_diffusers.options import DiffusersOptions, LoraOptions, Precision
 from smalti_diffusers.sampling import check_scheduler, decoding, scheduler_in_place
-from smalti_diffusers.sources.components import Components, PartWeights, class_of
+from smalti_diffusers.sources.components import Components, class_of
 from smalti_diffusers.sources.location import download_notice
 from smalti_diffusers.sources.model_file import ModelFile
 from smalti_diffusers.sources.start import (
@@ -66,6 +67,8 @@ class PipelineFamily(ModelFamily):
     """What that class was called before; pipelines were published under these names too."""
     part: ClassVar[str] = "transformer"
     """Which part of the pipeline is trained."""
+    adaptable_encoders: ClassVar[tuple[str, ...]] = ()
+    """The text encoders that an adapter can be trained in, along with the model."""
     texts: ClassVar[tuple[str, ...]] = ("text_encoder", "text_encoder_2", "text_encoder_3")
     blocks: ClassVar[tuple[str, ...]]
     targets: ClassVar[tuple[str, ...]] = ("to_q", "to_k", "to_v", "to_out.0")
@@ -104,7 +107,8 @@ class PipelineFamily(ModelFamily):
                 fix=f"leave --prediction_type out; the pipeline says {native}",
             )
         self._bf16 = config is None or in_bf16(config)
-        self.lora = chosen_adapter(config, self.lora_targets())
+        self.encoders = self._trained_encoders(config)
+        self.lora = chosen_adapter(config, self.lora_targets(), self.idle_layers())
         self._base_dtype = _base_dtype(config)
         self._precision = _precision(config)
         self._init_lora = config[LoraOptions].init_lora if config is not None else None
@@ -132,6 +136,22 @@ class PipelineFamily(ModelFamily):
         published = published_pipeline(file)
         return next((flavour for flavour, name in flavours.items() if name == published), None)
 
+    def _trained_encoders(self, config: Config | None) -> tuple[str, ...]:
+        """The text encoders that the trained model holds. Raises UserError where they cannot be trained."""
+        if config is None or not config[LoraOptions].train_text_encoder:
+            return ()
+        if not self.adaptable_encoders:
+            raise UserError(f"the text encoders of {self.name} cannot be trained", fix="leave --train_text_encoder out")
+        rate = config[LoraOptions].text_encoder_lr
+        if rate is not None:
+            self.learning_rates = {f"{part}.": rate for part in self.adaptable_encoders}
+        return self.adaptable_encoders
+
+    @classmethod
+    def build_adaptable(cls, components: Components) -> nn.Module:
+        """The model with all that adapters in files can change, text encoders included, by the names of layers in a run."""
+        return components.build(cls.part)
+
     # --- what a family may say otherwise ----------------------------------------------------------------------------
 
     def native_prediction(self, scheduler: dict[str, object]) -> Prediction:
@@ -152,6 +172,14 @@ class PipelineFamily(ModelFamily):
     def inputs(self, noisy: Tensor, timesteps: Tensor, conditioning: Conditioning) -> dict[str, object]:
         """What the model is called with, by the names of its arguments."""
         ...
+
+    def idle_layers(self) -> tuple[str, ...]:
+        """How names of layers of the trained model begin that its prediction does not depend on."""
+        return ()
+
+    def embedded(self, model: nn.Module, conditioning: Conditioning) -> Conditioning:
+        """Conditioning as `prompts` takes it, of what `encode_captions` gives; `model` may hold the encoders."""
+        return conditioning
 
     def outputs(self, prediction: Tensor, noisy: Tensor) -> Tensor:
         """The model's output in the shape of `noisy`."""
@@ -192,10 +220,14 @@ class PipelineFamily(ModelFamily):
     def _adapter_file(self, path: Path) -> AdapterFile:
         return AdapterFile(AdapterHeader(path), self.name, self.meta_model, self.components.config(self.part))
 
-    def base_weights(self, seed: int) -> SeededWeights | PartWeights:
+    def base_weights(self, seed: int) -> BaseWeights:
         """The first weights of the model without an adapter."""
         from_config = self.options.init_from_config or self.components.lacks_weights(self.part)
-        return SeededWeights(self.build_base, seed) if from_config else self.components.weights(self.part)
+        model = SeededWeights(self.build_base, seed) if from_config else self.components.weights(self.part)
+        if not self.encoders:
+            return model
+        there = [part for part in self.encoders if not self.components.lacks_weights(part)]
+        return JoinedWeights(model, {part: self.components.weights(part) for part in there})
 
     def adapter(self, seed: int) -> dict[str, object] | None:
         if self.lora is None:
@@ -246,8 +278,9 @@ class PipelineFamily(ModelFamily):
     def _pipeline(self, has: Callable[[str], bool]) -> object:
         with importing():  # before any weights are there
             cls = class_of("diffusers", self.pipeline)
-        frozen = {part: self._load(part) if has(part) else None for part in self.components.parts() if part != self.part}
-        pipeline = cls(**frozen, **{self.part: None}, **self.components.settings)
+        trained = (self.part, *self.encoders)
+        frozen = {part: self._load(part) if has(part) and part not in trained else None for part in self.components.parts()}
+        pipeline = cls(**frozen, **self.components.settings)
         pipeline.set_progress_bar_config(disable=True)
         return cast(object, pipeline.to(self.device))
 
@@ -286,7 +319,8 @@ class PipelineFamily(ModelFamily):
     def encoder_identity(self, kind: Encoding) -> dict[str, object]:
         if kind == "latents":
             return {"vae": self.components.identity("vae"), "dtype": str(self._dtype(kind))}
-        parts = {part: self.components.identity(part) for part in self.components.parts() if _encodes_texts(part)}
+        used = [part for part in self.components.parts() if _encodes_texts(part) and part not in self.encoders]
+        parts = {part: self.components.identity(part) for part in used}
         return {"pipeline": self.pipeline, **parts, "dtype": str(self._dtype(kind)), **self.text_settings()}
 
     def release_encoder(self, kind: Encoding) -> None:
@@ -363,7 +397,7 @@ class PipelineFamily(ModelFamily):
             return self._sample(model, request)
 
     def _sample(self, model: nn.Module, request: SampleRequest) -> Tensor:
-        conditioning, unconditional = self.request_conditioning(request)
+        conditioning, unconditional = (self.embedded(model, each) for each in self.request_conditioning(request))
         pipeline = cast("Callable[..., object]", self.frozen)
         self.frozen.to(self.device)  # type: ignore[attr-defined]
         setattr(pipeline, self.part, model)

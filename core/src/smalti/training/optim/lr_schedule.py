@@ -44,5 +44,5 @@ _SHAPES: dict[str, Callable[[float, OptimizerOptions], float]] = {
 def build_scheduler(optimizer: torch.optim.Optimizer, options: OptimizerOptions, total: int, step: int) -> LambdaLR:
     """torch's scheduler over `learning_rate`, standing at `step`."""
     for group in optimizer.param_groups:
-        group["lr"] = group["initial_lr"] = options.learning_rate
+        group["lr"] = group["initial_lr"] = group.get("peak_lr", options.learning_rate)
     return LambdaLR(optimizer, learning_rate(options, total), last_epoch=step - 1)

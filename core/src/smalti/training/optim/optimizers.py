@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import cast
 
 import torch
@@ -20,14 +20,23 @@ def matrices(model: nn.Module) -> frozenset[str]:
     return frozenset(name for name, parameter in model.named_parameters() if parameter.dim() >= 2)
 
 
-def parameter_groups(model: nn.Module, weight_decay: float, decayed: Collection[str]) -> list[dict[str, object]]:
-    """The trained parameters as (name, parameter) pairs: the `decayed` ones, and those without weight decay (norms, biases)."""
-    trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
-    groups: list[dict[str, object]] = [
-        {"params": [pair for pair in trained if pair[0] in decayed], "weight_decay": weight_decay},
-        {"params": [pair for pair in trained if pair[0] not in decayed], "weight_decay": 0.0},
+def parameter_groups(
+    model: nn.Module, weight_decay: float, decayed: Collection[str], rates: Mapping[str, float] | None = None
+) -> list[dict[str, object]]:
+    """The trained parameters as (name, parameter) pairs: the `decayed` ones, and those without weight decay (norms, biases).
+
+    `rates` are those of `ModelFamily.learning_rates`; groups with one of their own follow, and have it as `peak_lr`.
+    """
+    groups: dict[tuple[str, bool], list[tuple[str, nn.Parameter]]] = {}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            start = next((each for each in rates or {} if name.startswith(each)), "")
+            groups.setdefault((start, name not in decayed), []).append((name, parameter))
+    return [
+        {"params": groups[key], "weight_decay": 0.0 if key[1] else weight_decay}
+        | ({"peak_lr": rates[key[0]]} if rates and key[0] else {})
+        for key in sorted(groups)
     ]
-    return [group for group in groups if group["params"]]
 
 
 def build_registered(

@@ -10,11 +10,15 @@ from smalti import Config
 from smalti.config import ModelOptions
 from smalti.models import without_weights
 from smalti_diffusers.lora.adapter import Lora, adapter_scales
+from smalti_diffusers.lora.encoders import TARGETS
 from smalti_diffusers.options import LoraOptions, pattern_values
 
 
-def chosen_adapter(config: Config | None, targets: tuple[str, ...]) -> Lora | None:
-    """None when all weights are trained. `targets` are those of the family. Raises UserError for a pattern that is none."""
+def chosen_adapter(config: Config | None, targets: tuple[str, ...], idle: tuple[str, ...] = ()) -> Lora | None:
+    """None when all weights are trained. `targets` and `idle` are those of the family.
+
+    Raises UserError for a pattern that is none.
+    """
     if config is None or config[ModelOptions].model_type != "lora":
         return None
     options = config[LoraOptions]
@@ -25,8 +29,9 @@ def chosen_adapter(config: Config | None, targets: tuple[str, ...]) -> Lora | No
         rank=options.lora_rank,
         alpha=options.lora_alpha,
         dropout=options.lora_dropout,
-        targets=options.lora_targets or targets,
+        targets=(*(options.lora_targets or targets), *(TARGETS if options.train_text_encoder else ())),
         excluded=options.lora_exclude,
+        idle=idle,
         stabilised=options.use_rslora,
         ranks=tuple((name, int(rank)) for name, rank in ranks),
         alphas=tuple(pattern_values("lora_alpha_pattern", options.lora_alpha_pattern)),

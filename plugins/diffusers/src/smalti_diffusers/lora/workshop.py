@@ -105,9 +105,10 @@ def _pipelines(family: str) -> set[str]:
 
 
 def _described(family: str, components: Components, source: str) -> AdaptedModel:
-    part = _class(family).part
+    kind = _class(family)
+    part = kind.part
     with torch.device("meta"):
-        model = components.build(part)
+        model = kind.build_adaptable(components)
     return AdaptedModel(family=family, part=part, model=model, config=components.config(part), source=source)
 
 
