@@ -71,7 +71,7 @@ def test_the_second_step_of_one_process_is_that_of_others(first, train, options,
     shutil.copytree(first / "checkpoints" / "step-00000001", tmp_path / "run" / "checkpoints" / "step-00000001")
     code, output = train(tmp_path / "run", **options | STRATEGIES[strategy])
     assert (code, "at step 1" in output) == (0, True), output
-    averaged = "zero 2" != strategy
+    averaged = strategy != "zero 2"
     for choose in (dict, encoders):
         before, one, other = (choose(tensors(run, step)) for run, step in ((first, 1), (first, 2), (tmp_path / "run", 2)))
         assert apart(one, before) > 20 * apart(one, other)

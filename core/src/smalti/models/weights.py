@@ -188,8 +188,7 @@ def first_weight(weights: Weights, name: str, parameter: Tensor) -> Tensor:
 def check_names(model: nn.Module, weights: Weights) -> None:
     """Raises UserError if the weights lack a parameter of the model. Reads no tensor."""
     known = set(weights.names())
-    missing = [name for name, _ in model.named_parameters() if name not in known]
-    if missing:
+    if missing := [name for name, _ in model.named_parameters() if name not in known]:
         some = ", ".join(missing[:3])
         raise UserError(
             f"the weights lack {len(missing)} parameters of the model, such as {some}",

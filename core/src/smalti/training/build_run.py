@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import logging
 import sys
-from collections.abc import Collection, Mapping
 from contextlib import ExitStack
 from functools import partial
 from typing import cast
@@ -114,8 +113,7 @@ def compare_ranks(context: Context) -> None:
     read = filter(None, (work.inputs for work in context.periodic))
     mine = "; ".join((f"config {context.config.digest}", *read, *context.plugins.versions))
     everyone = context.parallel.all_gather_text(mine)
-    different = [rank for rank, other in enumerate(everyone) if other != everyone[0]]
-    if different:
+    if different := [rank for rank, other in enumerate(everyone) if other != everyone[0]]:
         other = different[0]
         raise UserError(
             f"rank {other} differs from rank 0:\n    rank 0: {everyone[0]}\n    rank {other}: {everyone[other]}",
@@ -184,8 +182,10 @@ def assemble(
     model_config = config_of(bare) if adapter is None else ""
     (parameters, trainable), decayed = parameter_counts(bare), matrices(bare)
     model = wrap_model(config, plugins, plan, parallel, family, bare, blocks, seed, weights)
-    optimizer = build_optimizer(config, plugins, parallel, model, decayed, family.learning_rates)
-    model, optimizer = parallel.setup(model, optimizer)
+    groups = parameter_groups(
+        parallel.unwrap(model), config[OptimizerOptions].adam_weight_decay, decayed, family.learning_rates
+    )
+    model, optimizer = parallel.setup(model, build_optimizer(config, plugins, model, groups))
     model.train()
     unconditional = encoded.conditioning([""], device, on_host=family.host_conditioning)
     terms = plugins.gather(HookSpecs.build_terms, config=config, family=family)
@@ -269,18 +269,9 @@ def wrap_model(
 
 
 def build_optimizer(
-    config: Config,
-    plugins: Plugins,
-    parallel: Parallel,
-    model: nn.Module,
-    decayed: Collection[str],
-    rates: Mapping[str, float] | None = None,
+    config: Config, plugins: Plugins, model: nn.Module, groups: list[dict[str, object]]
 ) -> torch.optim.Optimizer:
-    """The optimizer over the parameters that train, named as the family names them; `decayed` ones get weight decay.
-
-    `rates` are those of `ModelFamily.learning_rates`.
-    """
-    groups = parameter_groups(parallel.unwrap(model), config[OptimizerOptions].adam_weight_decay, decayed, rates)
+    """The optimizer over what trains of the wrapped `model`: the groups of `parameter_groups`."""
     registry = plugins.gather(HookSpecs.register_optimizers)
     optimizer = plugins.decide(HookSpecs.build_optimizer, model=model, groups=groups, config=config, registry=registry)
     assert optimizer is not None, "the core's own answer comes last"

@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from smalti import DistributedPlan
-from smalti.config import Config, PluginOptions, resolve
+from smalti.config import Config, OptimizerOptions, PluginOptions, resolve
 from smalti.models import materialise
 from smalti.parallel import Parallel, PortableState, capture, restore
 from smalti.plugins import BUILT_IN, Backend, Plugins, Selection, choose_distributed, load_plugins, schema_of, selection_of
-from smalti.training import build_model, build_optimizer, matrices, open_parallel, wrap_model
+from smalti.training import build_model, build_optimizer, matrices, open_parallel, parameter_groups, wrap_model
 from smalti_testing.contract import expect
 from smalti_testing.tiny import TinyFamily
 
@@ -97,8 +97,8 @@ class StrategySubject:
         model = materialise(build_model(self.config, self.plugins, self.family)[0], self.family.weights(seed), "cpu")
         more = self.config[PluginOptions].plugins
         alone = load_plugins(Selection(only=more) if more else Selection(without=("all",)))
-        optimizer = build_optimizer(self.config, alone, _Unwrapped(), model, matrices(model))  # type: ignore[arg-type]
-        return Reference(model, optimizer, self.family)
+        groups = parameter_groups(model, self.config[OptimizerOptions].adam_weight_decay, matrices(model))
+        return Reference(model, build_optimizer(self.config, alone, model, groups), self.family)
 
     def step(self, number: int, *, limit: float = 0.0, by_value: bool = False) -> float:
         """One optimizer step on this rank's samples, as the loop makes it; the norm of its gradient. *Collective*."""
@@ -132,13 +132,6 @@ class StrategySubject:
             expect(worst <= 2e-5, f"{context}: {name} is {worst:.1e} away from what one process has")
 
 
-class _Unwrapped:
-    """What building an optimizer asks of a `Parallel`, for a model that nothing has wrapped."""
-
-    def unwrap(self, model: nn.Module) -> nn.Module:
-        return model
-
-
 @cache
 def open_strategy(name: str, flags: tuple[str, ...], ranks: int, frozen: tuple[str, ...] = ()) -> StrategySubject:
     """The strategy as a run opens it, once in each process, with a model of which the submodules `frozen` do not train."""
@@ -158,7 +151,8 @@ def open_family(name: str, flags: tuple[str, ...], ranks: int, family: TinyFamil
     decayed = matrices(bare)
     backend = plugins.backend(plan)
     model = wrap_model(config, plugins, plan, parallel, family, bare, blocks, SEED)
-    model, optimizer = parallel.setup(model, build_optimizer(config, plugins, parallel, model, decayed))
+    groups = parameter_groups(parallel.unwrap(model), config[OptimizerOptions].adam_weight_decay, decayed)
+    model, optimizer = parallel.setup(model, build_optimizer(config, plugins, model, groups))
     model.train()
     first = {name: whole_tensor(tensor) for name, tensor in parallel.state.portable().model.items()}
     return StrategySubject(name, config, plugins, plan, parallel, backend, family, model, optimizer, first)

@@ -21,7 +21,7 @@ def matrices(model: nn.Module) -> frozenset[str]:
 
 
 def parameter_groups(
-    model: nn.Module, weight_decay: float, decayed: Collection[str], rates: Mapping[str, float] | None = None
+    model: nn.Module, weight_decay: float, decayed: Collection[str], rates: Mapping[str, float] = {}
 ) -> list[dict[str, object]]:
     """The trained parameters as (name, parameter) pairs: the `decayed` ones, and those without weight decay (norms, biases).
 
@@ -30,12 +30,12 @@ def parameter_groups(
     groups: dict[tuple[str, bool], list[tuple[str, nn.Parameter]]] = {}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
-            start = next((each for each in rates or {} if name.startswith(each)), "")
+            start = next(filter(name.startswith, rates), "")
             groups.setdefault((start, name not in decayed), []).append((name, parameter))
     return [
-        {"params": groups[key], "weight_decay": 0.0 if key[1] else weight_decay}
-        | ({"peak_lr": rates[key[0]]} if rates and key[0] else {})
-        for key in sorted(groups)
+        {"params": groups[start, bare], "weight_decay": 0.0 if bare else weight_decay}
+        | ({"peak_lr": rates[start]} if start else {})
+        for start, bare in sorted(groups)
     ]
 
 
