@@ -285,7 +285,7 @@ RATES = {
 
 @pytest.mark.parametrize("given", RATES)
 def test_text_encoders_of_sdxl_are_trained_at_their_rate(imported, given):
-    text = f"network_module='networks.lora'\n{given}\n"
+    text = f"network_module='networks.lora'\nnetwork_dim=4\nmax_train_steps=9\n{given}\n"
     values, left, _ = imported({"train.toml": text}, family="sdxl")
     assert (values.get("train_text_encoder"), values.get("text_encoder_lr")) == RATES[given]
     assert ("train.toml: text_encoder_lr" in left) == ("1e-5" in given)
