@@ -16,14 +16,16 @@ from test_init_lora import started
 from smalti import UserError
 from smalti.config import OptimizerOptions
 from smalti.config.resolution import resolve
+from smalti.models.blocks import find_blocks
 from smalti.models.size_conditioning import SizeConditioning
-from smalti.models.weights import materialise
+from smalti.models.weights import materialise, without_weights
 from smalti.plugins.discovery import load_plugins
 from smalti.plugins.schema import schema_of
 from smalti.training.loss import objective_of
 from smalti.training.optim.lr_schedule import build_scheduler
 from smalti.training.optim.optimizers import AdamW, matrices, parameter_groups
 from smalti_diffusers.lora.kinds import parted
+from smalti_plan.counting import count_facts
 from smalti_testing import check_family
 from smalti_testing.family_subject import FamilySubject
 from support.commands import commands
@@ -166,6 +168,22 @@ def test_fifty_steps_are_those_of_a_loop_of_diffusers_and_peft(base, made):
     assert sum(float(each.abs().max()) > 0 for each in of_encoders(ours[1]).values()) == 12
 
 
+def test_plans_count_the_encoders_among_what_is_in_memory(base, made, tmp_path):
+    found = []
+    for family in (make_adapter(tmp_path, "sdxl", base=base).subject.family, made.subject.family):
+        with without_weights():
+            model = family.build_model()
+        blocks = find_blocks(model, family.block_classes())
+        found.append(count_facts(family, model, blocks, width=64, height=64, bf16=False, kind="cpu"))
+    frozen = sum(
+        each.numel() for part in ("text_encoder", "text_encoder_2") for each in load_file(file_of(base / part)).values()
+    )
+    adapters = sum(each.numel() for name, each in made.model.named_parameters() if parted(name) and name.startswith("text_"))
+    assert found[1].trained - found[0].trained == adapters
+    assert found[1].parameters - found[0].parameters == frozen + adapters
+    assert found[1].frozen.bytes - found[0].frozen.bytes == 4 * frozen
+
+
 # --- files ----------------------------------------------------------------------------------------------------------
 
 
@@ -178,7 +196,10 @@ def test_names_have_the_prefix_that_one_class_of_transformers_lacks(base, made, 
     older = shutil.copytree(base, tmp_path / "older")
     prefixed = {f"text_model.{name}": each for name, each in held["text_encoder"].items()}
     save_file(prefixed, file_of(older / "text_encoder"), metadata={"format": "pt"})
+    for config in (older / part / "config.json" for part in held):  # as the published ones have it
+        config.write_text(json.dumps(json.loads(config.read_text()) | {"dtype": "float16"}))
     found = make_adapter(tmp_path, "sdxl", TRAINED, base=older)
+    assert {each.dtype for name, each in found.model.named_parameters() if parted(name)} == {torch.float32}
     torch.testing.assert_close(found.predict(found.model), made.predict(made.model), atol=0, rtol=0)
 
 

@@ -58,29 +58,27 @@ def export_pipeline(family: PipelineFamily, folder: ExportFolder) -> None:
     if merge:
         base = family.base_weights(family.seed)
         tensors = merged_weights(base, family.meta_model, TrainedAdapter(folder, family.meta_model))
-    parts = _by_part(family, tensors)
+    parts = {} if tensors is None else _by_part(family, tensors)
     if folder.request.single_file:
-        trained = {family.part: trained_tensors(folder)} if tensors is None else parts
+        trained = parts or {family.part: trained_tensors(folder)}
         write_single_file(folder, family.name, family.components, family.part, trained, family.scheduler_changes())
         folder.usages += single_file_usages(family, folder.name)
         return
     _write_frozen(family, folder)
     for encoder in family.encoders:
         folder.write_model(encoder, family.components.config(encoder), tensors=parts[encoder])
-    folder.write_model(family.part, config, tensors=parts[family.part])
+    folder.write_model(family.part, config, tensors=parts.get(family.part))
     folder.usages += pipeline_usages(family)
 
 
-def _by_part(family: PipelineFamily, tensors: Mapping[str, Computed] | None) -> dict[str, Mapping[str, Computed] | None]:
+def _by_part(family: PipelineFamily, tensors: Mapping[str, Computed]) -> dict[str, dict[str, Computed]]:
     """The tensors of the trained model, by the part of the pipeline that has them, under their names there."""
-    if tensors is None:
-        return {family.part: None}
     parts: dict[str, dict[str, Computed]] = {part: {} for part in (family.part, *family.encoders)}
     for name, tensor in tensors.items():
         first, _, own = name.partition(".")
         part, known_as = (first, own) if first in family.encoders else (family.part, name)
         parts[part][known_as] = tensor
-    return dict(parts)
+    return parts
 
 
 def _metadata(family: PipelineFamily, *, adapter: bool) -> dict[str, object]:

@@ -28,8 +28,9 @@ class EncodingUNet(UNet2DConditionModel):
     def build(cls, components: Components) -> EncodingUNet:
         """From the configurations of a pipeline, with the weights that constructors make."""
         made = cast(EncodingUNet, cls.from_config(components.config("unet")))
-        made.text_encoder = _named_as_in_files(components.build("text_encoder"))
-        made.text_encoder_2 = _named_as_in_files(components.build("text_encoder_2"))
+        # A configuration may name another type, which adapters would be made in.
+        made.text_encoder = _named_as_in_files(components.build("text_encoder").float())
+        made.text_encoder_2 = _named_as_in_files(components.build("text_encoder_2").float())
         return made
 
     def encode(self, texts: Conditioning) -> tuple[Tensor, Tensor]:
@@ -72,5 +73,5 @@ def _named_as_in_files(encoder: nn.Module) -> nn.Module:
     named = encoder if hasattr(encoder, "text_model") else _Flat(encoder)
     for module in named.modules():
         if type(module).__name__ == "CLIPTextEmbeddings":
-            module.reads_parts = True  # it reads the length of its table of positions
+            cast(Any, module).reads_parts = True  # it reads the length of its table of positions
     return named

@@ -136,7 +136,7 @@ def _described(adapter: TrainedAdapter, part: str, format: Format) -> dict[str, 
         return {LENGTHS: LENGTHS_OF_BASE}
     if format == "comfyui" and adapter.kind in ("lokr", "loha"):
         return {}
-    settings = {}
+    settings: dict[str, object] = {}
     for encoder in sorted({encoder_of(layer) for layer in adapter.layers}, key=str):
         config = peft_config(adapter, encoder)
         settings |= {f"{encoder or part}.{key}": value for key, value in config.items() if key != "peft_type"}
