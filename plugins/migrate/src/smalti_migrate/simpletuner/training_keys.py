@@ -13,7 +13,7 @@ from smalti_migrate.simpletuner.conversions import (
     sets,
     without_interval,
 )
-from smalti_migrate.simpletuner.rules import Rule, ignored, is_on, refused, renamed, same
+from smalti_migrate.simpletuner.rules import Rule, ignored, refused, renamed, same
 
 _TEXT_ENCODERS = "text encoders are not trained"
 _BETA = "set it to 2, or use timestep_distribution=logit_normal with flow_sigmoid_mean and flow_sigmoid_scale"
@@ -25,11 +25,6 @@ def _distribution(name: str) -> Rule:
     """A switch that chooses a distribution of timesteps."""
     option = "timestep_distribution"
     return renamed(option, "true chooses this distribution", neutral=(False,), convert=sets(option, name))
-
-
-def _rate_of_encoders(value: object, values: Mapping[str, object]) -> Mapping[str, object]:
-    """Nothing where text encoders are not trained."""
-    return {"text_encoder_lr": value} if is_on(values.get("train_text_encoder")) else {}
 
 
 TRAINING_KEYS: Mapping[str, Rule] = {
@@ -49,7 +44,6 @@ TRAINING_KEYS: Mapping[str, Rule] = {
     "optimizer_release_gradients": renamed("release_gradients", neutral=(False,)),
     "fuse_optimizer": ignored("fused optimizers are used where there are any"),
     "prodigy_steps": ignored("it belongs to Prodigy"),
-    "text_encoder_lr": same(convert=_rate_of_encoders, why="only with train_text_encoder"),
     "text_encoder_limit": ignored(_TEXT_ENCODERS),
     "freeze_encoder_before": ignored(_TEXT_ENCODERS),
     "freeze_encoder_after": ignored(_TEXT_ENCODERS),
