@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from smalti import Config, FrozenStorage, UserError
-from smalti.config import LaunchOptions, ModelOptions, ObjectiveOptions, RunOptions
+from smalti.config import ModelOptions, ObjectiveOptions, RunOptions
 from smalti.diffusion import BetaSchedule, Conditioning, Prediction
 from smalti.models import Encoding, ModelFamily, SampleRequest, SeededWeights, Weights, without_weights
 from smalti.parallel import in_bf16
@@ -30,16 +30,16 @@ from smalti_diffusers.flavours import FLAVOURS
 from smalti_diffusers.flowshift import scheduler_shift
 from smalti_diffusers.lora.adapter import attach
 from smalti_diffusers.lora.assistant import ASSISTANT, is_distilled, locate as locate_assistant, notice
-from smalti_diffusers.lora.chosen import chosen_adapter, description
+from smalti_diffusers.lora.chosen import FROZEN_TYPES, base_dtype, base_precision, chosen_adapter, description
 from smalti_diffusers.lora.eight_bits import eight_bit_weights
 from smalti_diffusers.lora.encoders import BaseWeights, JoinedWeights
 from smalti_diffusers.lora.first_weights import AdaptedWeights
 from smalti_diffusers.lora.header import AdapterHeader
-from smalti_diffusers.lora.quantisation import check_device, is_sharded, quantise, storage
+from smalti_diffusers.lora.quantisation import is_sharded, quantise, storage
 from smalti_diffusers.lora.reading import AdapterFile
 from smalti_diffusers.lora.strength import adapter_scaled
-from smalti_diffusers.options import DiffusersOptions, LoraOptions, Precision
-from smalti_diffusers.sampling import check_scheduler, decoding, scheduler_in_place
+from smalti_diffusers.options import DiffusersOptions, LoraOptions
+from smalti_diffusers.sampling import check_scheduler, decode_in_own_type, decoding, scheduler_in_place
 from smalti_diffusers.sources.components import Components, class_of
 from smalti_diffusers.sources.location import download_notice
 from smalti_diffusers.sources.model_file import ModelFile
@@ -54,8 +54,6 @@ from smalti_diffusers.sources.start import (
 
 if TYPE_CHECKING:
     from smalti.checkpoint import ExportFolder, ExportRequest
-
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 class PipelineFamily(ModelFamily):
@@ -109,8 +107,8 @@ class PipelineFamily(ModelFamily):
         self._bf16 = config is None or in_bf16(config)
         self.encoders = self._trained_encoders(config)
         self.lora = chosen_adapter(config, self.lora_targets(), self.idle_layers())
-        self._base_dtype = _base_dtype(config)
-        self._precision = _precision(config)
+        self._base_dtype = base_dtype(config)
+        self._precision = base_precision(config)
         self._init_lora = config[LoraOptions].init_lora if config is not None else None
         self._assistant_lora = config[LoraOptions].assistant_lora if config is not None else None
         self.indivisible = "" if is_sharded(self._precision) else f"weights in {self._precision}"
@@ -306,9 +304,9 @@ class PipelineFamily(ModelFamily):
         on_cpu = self.device.type == "cpu"
         if kind == "latents":
             default = torch.float32 if self.vae_in_fp32 or on_cpu else torch.bfloat16
-            return _DTYPES.get(self.options.vae_dtype, default)
+            return FROZEN_TYPES.get(self.options.vae_dtype, default)
         default = torch.bfloat16 if self._bf16 and not on_cpu else torch.float32
-        return _DTYPES.get(self.options.text_encoder_dtype, default)
+        return FROZEN_TYPES.get(self.options.text_encoder_dtype, default)
 
     def to(self, device: str) -> None:
         super().to(device)
@@ -446,23 +444,6 @@ class PipelineFamily(ModelFamily):
         export_pipeline(self, folder)
 
 
-def _base_dtype(config: Config | None) -> torch.dtype:
-    """The type of what is frozen beside an adapter."""
-    if config is None or config[ModelOptions].model_type != "lora":
-        return torch.float32
-    return _DTYPES.get(config[LoraOptions].lora_base_dtype, torch.bfloat16 if in_bf16(config) else torch.float32)
-
-
-def _precision(config: Config | None) -> Precision:
-    """In what the frozen weights of an adapter's base are kept. Raises UserError where the device cannot."""
-    if config is None or config[ModelOptions].model_type != "lora":
-        return "no_change"
-    precision = config[LoraOptions].base_model_precision
-    device = None if config[LaunchOptions].use_cpu else torch.accelerator.current_accelerator(check_available=True)
-    check_device(precision, device.type if device is not None else "cpu")
-    return precision
-
-
 def create(family: type[PipelineFamily], config: Config) -> PipelineFamily:
     """The family over the pipeline that the options name: a path or hub id, or a flavour's; or over a model and its base.
 
@@ -509,17 +490,6 @@ def _free_memory(device: torch.device) -> None:
     gc.collect()
     if device.type != "cpu":
         torch.accelerator.empty_cache()
-
-
-def decode_in_own_type(vae: nn.Module) -> None:
-    """Make an autoencoder keep its type: pipelines call it with latents of the encoders' type, and under the run's autocast."""
-    decode = cast("Callable[..., object]", vae.decode)
-
-    def in_own_type(latents: Tensor, *arguments: object, **keywords: object) -> object:
-        with torch.autocast(latents.device.type, enabled=False):
-            return decode(latents.to(next(vae.parameters()).dtype), *arguments, **keywords)
-
-    vae.decode = in_own_type  # type: ignore[assignment]
 
 
 def parameter_count(family: PipelineFamily) -> int:
