@@ -27,7 +27,7 @@ class EncodingUNet(UNet2DConditionModel):
     @classmethod
     def build(cls, components: Components) -> EncodingUNet:
         """From the configurations of a pipeline, with the weights that constructors make."""
-        made = cast(EncodingUNet, cls.from_config(components.config("unet")))
+        made = cast(EncodingUNet, cast(Any, cls).from_config(components.config("unet")))
         # A configuration may name another type, which adapters would be made in.
         made.text_encoder = _named_as_in_files(components.build("text_encoder").float())
         made.text_encoder_2 = _named_as_in_files(components.build("text_encoder_2").float())
@@ -44,18 +44,16 @@ class EncodingUNet(UNet2DConditionModel):
         given = texts["given"].to(tokens.dtype)
         return tokens * given[:, None, None], second[0] * given[:, None]
 
-    def forward(  # type: ignore[override]
-        self, sample: Tensor | None = None, timestep: Tensor | None = None, *arguments: Any, **named: Any
-    ) -> Any:
+    def forward(self, sample: Tensor | None = None, timestep: Tensor | None = None, *arguments: Any, **named: Any) -> Any:
         """The prediction; without `sample`, what `encode` makes of `texts`."""
-        texts = named.pop("texts", None)
+        texts, predict = named.pop("texts", None), cast(Any, super()).forward
         if texts is None:
-            return super().forward(sample, timestep, *arguments, **named)
+            return predict(sample, timestep, *arguments, **named)
         tokens, pooled = self.encode(texts)
         if sample is None:
             return tokens, pooled
         added = {**named.pop("added_cond_kwargs"), "text_embeds": pooled}
-        return super().forward(sample, timestep, tokens, *arguments, added_cond_kwargs=added, **named)
+        return predict(sample, timestep, tokens, *arguments, added_cond_kwargs=added, **named)
 
 
 class _Flat(nn.Module):

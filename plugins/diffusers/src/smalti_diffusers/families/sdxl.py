@@ -60,7 +60,7 @@ class Sdxl(PipelineFamily):
     def build_adaptable(cls, components: Components) -> nn.Module:
         from smalti_diffusers.families.encoding_unet import EncodingUNet
 
-        return EncodingUNet.build(components)
+        return cast(nn.Module, EncodingUNet.build(components))
 
     def build_base(self) -> nn.Module:
         model = self.build_adaptable(self.components) if self.encoders else super().build_base()
