@@ -10,14 +10,14 @@ from PIL import Image
 PROMPT = "a red square"
 
 
-def difference(pipeline, run: Path, step: int = 2) -> float:
+def difference(pipeline, run: Path, step: int = 2, edge: int = 16) -> float:
     """The largest difference of what the pipeline draws to the picture of the run's validation, in 255ths."""
     pipeline.set_progress_bar_config(disable=True)
     seed = json.loads((run / "launch.json").read_text())["values"]["validation_seed"]
     drawn = pipeline(
         prompt=PROMPT,
-        width=16,
-        height=16,
+        width=edge,
+        height=edge,
         num_inference_steps=2,
         guidance_scale=3.0,
         generator=torch.Generator().manual_seed(seed),

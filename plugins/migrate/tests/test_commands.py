@@ -53,7 +53,7 @@ def test_an_import_goes_to_a_new_file_only(refused, write, tmp_path, capsys):
     code, output, _ = commands(capsys, "config")("import", path, "--json", "--model_family=sdxl")
     found = json.loads(output)
     assert (code, found["values"]["learning_rate"]["value"]) == (0, 1e-4)
-    assert {each["where"] for each in found["left"]} == {"datasets", "default of kohya's sd-scripts: network_train_unet_only"}
+    assert {each["where"] for each in found["left"]} == {"datasets"}
 
 
 def test_all_scripts_models_and_variables_of_the_tables_are_recognized():

@@ -268,7 +268,29 @@ def test_a_preset_of_kohyas_gui_has_options_where_its_fields_are_used(imported):
     expected |= {"validation_prompt": ["a cat", "a dog"], "validation_resolution": "512x768"}
     assert {key: values.get(key) for key in expected} == expected
     assert values.keys() & {"snr_gamma", "flux_guidance_value", "timestep_distribution", "max_train_steps"} == set()
-    assert list(left) == ["default of kohya's sd-scripts: network_train_unet_only", "datasets"]
+    assert list(left) == ["datasets"]
+    assert (values["train_text_encoder"], values["lora_targets"]) == (True, ["attentions.*", "fc1", "fc2"])
+
+
+RATES = {
+    "": (True, None),
+    "text_encoder_lr=5e-5": (True, 5e-5),
+    "text_encoder_lr=[5e-5, 5e-5]": (True, 5e-5),
+    "unet_lr=2e-4\nlearning_rate=1e-4": (True, 1e-4),
+    "text_encoder_lr=0": (None, None),
+    "text_encoder_lr=[5e-5, 1e-5]": (None, None),
+    "text_encoder_lr=5e-5\nnetwork_train_unet_only=true": (None, None),
+}
+
+
+@pytest.mark.parametrize("given", RATES)
+def test_text_encoders_of_sdxl_are_trained_at_their_rate(imported, given):
+    text = f"network_module='networks.lora'\nnetwork_dim=4\nmax_train_steps=9\n{given}\n"
+    values, left, _ = imported({"train.toml": text}, family="sdxl")
+    assert (values.get("train_text_encoder"), values.get("text_encoder_lr")) == RATES[given]
+    assert ("train.toml: text_encoder_lr" in left) == ("1e-5" in given)
+    values, left, _ = imported({"train.toml": text.replace("networks.lora", "networks.lora_flux")}, family="flux")
+    assert "train_text_encoder" not in values
 
 
 def test_a_repository_on_the_hub_is_private_unless_it_was_public(imported):

@@ -184,8 +184,7 @@ def compare(
         ("of another shape", shapes),
         ("of a type that would lose precision", types),
     )
-    problems = [f"{len(found)} {what} ({_some(found)})" for what, found in categories if found]
-    if problems:
+    if problems := [f"{len(found)} {what} ({_some(found)})" for what, found in categories if found]:
         shaped_by = (
             "the options of the adapter (smalti train --help lora)" if trainer.get("adapter") else "the options of the model"
         )
@@ -238,11 +237,9 @@ def _fits(stored: torch.dtype, wanted: torch.dtype) -> bool:
 
 
 def _fill(directory: Path, tensors: Mapping[str, Tensor]) -> None:
-    spans = {name: tensor for name, tensor in tensors.items() if isinstance(tensor, FlatRange)}
-    if spans:
+    if spans := {name: tensor for name, tensor in tensors.items() if isinstance(tensor, FlatRange)}:
         _fill_spans(TensorFiles(sorted(directory.glob("*.safetensors"))), spans)
-    others = {name: tensor for name, tensor in tensors.items() if name not in spans}
-    if others:
+    if others := {name: tensor for name, tensor in tensors.items() if name not in spans}:
         _fill_tensors(directory, others)
 
 

@@ -203,8 +203,7 @@ def param_groups_of(optimizer: torch.optim.Optimizer, parameters: Mapping[str, T
         values: dict[str, object] = {}
         for parameter in group["params"]:
             state = optimizer.state.get(parameter, {})
-            kept = {key: _as_json(key, value) for key, value in state.items() if not isinstance(value, Tensor)}
-            if kept:
+            if kept := {key: _as_json(key, value) for key, value in state.items() if not isinstance(value, Tensor)}:
                 values[names[id(parameter)]] = kept
         groups.append(plain | {_VALUES: values} if values else plain)
     return groups
@@ -264,12 +263,10 @@ def regrouped(saved: list[dict[str, object]], own: list[dict[str, object]]) -> l
 
 def _plain(model: nn.Module) -> nn.Module:
     while True:
-        if isinstance(model, DistributedDataParallel):
-            model = model.module
-        elif isinstance(inner := getattr(model, "_orig_mod", None), nn.Module):
-            model = inner
-        else:
+        inner = model.module if isinstance(model, DistributedDataParallel) else getattr(model, "_orig_mod", None)
+        if not isinstance(inner, nn.Module):
             return model
+        model = inner
 
 
 def _frozen(model: nn.Module) -> set[int]:

@@ -39,6 +39,7 @@ def check(file: Path, model: str | None, as_json: bool) -> None:
 
     FILE is a safetensors file in any format. A tool that reads it at another strength than the one it was trained at is named.
     """
+    from smalti_diffusers.lora.encoders import encoder_of
     from smalti_diffusers.lora.readers import readers
     from smalti_diffusers.lora.workshop import opened
     from smalti_diffusers.options import TITLES
@@ -62,7 +63,7 @@ def check(file: Path, model: str | None, as_json: bool) -> None:
         return
     rank = "of full matrices" if header.rank is None else f"of rank {header.rank}, alpha {header.alpha:g}"
     click.echo(f"{header.path}: {TITLES[header.kind]} {rank}, {counted(len(found.layers), 'layer')} of {place.source}")
-    if header.text_layers:
+    if header.text_layers and not any(map(encoder_of, found.layers)):
         click.echo(f"note: {counted(header.text_layers, 'layer')} of text encoders, which smalti does not use")
     if header.timed is not None:
         click.echo("note: a T-LoRA, whose ranks follow the noise level in smalti; other tools use all of them always")

@@ -14,7 +14,7 @@ _OPTION = "base_model_precision"
 
 def problems(config: Config) -> list[Problem]:
     """All complaints at once."""
-    return [*_without_adapter(config), *_kind(config), *_quantisation(config)]
+    return [*_without_adapter(config), *_text_encoders(config), *_kind(config), *_quantisation(config)]
 
 
 def _without_adapter(config: Config) -> list[Problem]:
@@ -30,6 +30,23 @@ def _without_adapter(config: Config) -> list[Problem]:
         for name in ("init_lora", "assistant_lora")
         if config.value(name) is not None
     ]
+
+
+def _text_encoders(config: Config) -> list[Problem]:
+    """Options of text encoders in a run that does not train them."""
+    options, found = config[LoraOptions], []
+    if options.train_text_encoder and config[ModelOptions].model_type != "lora":
+        message = "train_text_encoder trains an adapter of the text encoders, and this run trains the complete model"
+        fix = "--model_type=lora, or leave --train_text_encoder out"
+        found.append(Problem(message=message, where=config.source("train_text_encoder"), fix=fix))
+    if options.text_encoder_lr is not None and not options.train_text_encoder:
+        message = "text_encoder_lr is the learning rate of text encoders, and this run does not train them"
+        fix = "--train_text_encoder, or leave --text_encoder_lr out"
+        found.append(Problem(message=message, where=config.source("text_encoder_lr"), fix=fix))
+    if options.text_encoder_lr is not None and config[OptimizerOptions].learning_rate == 0:
+        message = "text_encoder_lr is set, and follows the schedule of a learning_rate of 0"
+        found.append(Problem(message=message, where=config.source("learning_rate"), fix="--learning_rate above 0"))
+    return found
 
 
 def _kind(config: Config) -> list[Problem]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -15,7 +16,7 @@ from smalti_diffusers.sources.single_file import single_file_layout, trained_ten
 from smalti_diffusers.usage import adapter_usages, pipeline_usages, single_file_usages
 
 if TYPE_CHECKING:
-    from smalti.checkpoint import ExportFolder, ExportRequest
+    from smalti.checkpoint import Computed, ExportFolder, ExportRequest
     from smalti_diffusers.pipeline import PipelineFamily
 
 
@@ -62,14 +63,27 @@ def export_pipeline(family: PipelineFamily, folder: ExportFolder) -> None:
     if merge:
         base = family.base_weights(family.seed)
         tensors = merged_weights(base, family.meta_model, TrainedAdapter(folder, family.meta_model))
+    parts = {} if tensors is None else _by_part(family, tensors)
     if folder.request.single_file:
-        trained = trained_tensors(folder) if tensors is None else tensors
+        trained = parts or {family.part: trained_tensors(folder)}
         write_single_file(folder, family.name, family.components, family.part, trained, family.scheduler_changes())
         folder.usages += single_file_usages(family, folder.name)
         return
     _write_frozen(family, folder)
-    folder.write_model(family.part, config, tensors=tensors)
+    for encoder in family.encoders:
+        folder.write_model(encoder, family.components.config(encoder), tensors=parts[encoder])
+    folder.write_model(family.part, config, tensors=parts.get(family.part))
     folder.usages += pipeline_usages(family)
+
+
+def _by_part(family: PipelineFamily, tensors: Mapping[str, Computed]) -> dict[str, dict[str, Computed]]:
+    """The tensors of the trained model, by the part of the pipeline that has them, under their names there."""
+    parts: dict[str, dict[str, Computed]] = {part: {} for part in (family.part, *family.encoders)}
+    for name, tensor in tensors.items():
+        first, _, own = name.partition(".")
+        part, known_as = (first, own) if first in family.encoders else (family.part, name)
+        parts[part][known_as] = tensor
+    return parts
 
 
 def _metadata(family: PipelineFamily, *, adapter: bool) -> dict[str, object]:
@@ -84,7 +98,7 @@ def _metadata(family: PipelineFamily, *, adapter: bool) -> dict[str, object]:
 
 
 def _write_frozen(family: PipelineFamily, folder: ExportFolder) -> None:
-    """Everything of the pipeline but the trained part."""
+    """Everything of the pipeline but what was trained."""
     components = family.components
     if index := family.pipeline_changes():
         folder.write_json(INDEX, load_json(read_regular(components.folder / INDEX)) | index)
@@ -94,5 +108,5 @@ def _write_frozen(family: PipelineFamily, folder: ExportFolder) -> None:
     if changes:
         folder.write_json("scheduler/scheduler_config.json", components.config("scheduler") | changes)
     for part in components.parts():
-        if part != family.part and not (part == "scheduler" and changes):
+        if part not in (family.part, *family.encoders) and not (part == "scheduler" and changes):
             components.export_part(part, folder)

@@ -31,6 +31,10 @@ _CLASSES = {
 }
 
 
+_OFF = ("false", "0", "no", "off", "f", "n")
+"""What an option that is on or off can be called if it is off."""
+
+
 def _short_name(value: object) -> object:
     """The name of a scheduler for the name of its class in diffusers."""
     return _CLASSES.get(value, value) if isinstance(value, str) else value
@@ -139,6 +143,18 @@ class LoraOptions(Options):
     lora_exclude: Names = option(
         (), help="Layers not to adapt, named as in lora_targets.", level="advanced", when="model_type == lora"
     )
+    train_text_encoder: bool = option(
+        False,
+        help="Also train an adapter of the text encoders, in their attention and where `lora_targets` matches. For SDXL.",
+        when="model_type == lora",
+        tradeoff="captions are encoded in every step, with gradients, and the encoders stay in memory",
+    )
+    text_encoder_lr: float | None = option(
+        None,
+        help="Learning rate of the adapters of the text encoders. Default: that of the run.",
+        when="train_text_encoder",
+        ge=0,
+    )
     lora_rank_pattern: Names = option(
         (),
         help="Rank of some layers, as NAME=RANK with names as in lora_targets. The first that matches counts.",
@@ -240,8 +256,9 @@ def _from_init_lora(given: Mapping[str, object]) -> Translation:
         )
         return Translation(problems=[Problem(message=f"--init_lora: {error.message}", fix=fix)])
     notices = []
-    if skipped := header.text_layers:
-        notices.append(("text encoders", f"are not used: the {skipped} layers of text encoders in the file are left out"))
+    if (skipped := header.text_layers) and str(given.get("train_text_encoder", False)).lower() in _OFF:
+        left_out = f"the {skipped} layers of text encoders in the file are left out; --train_text_encoder trains them, for SDXL"
+        notices.append(("text encoders", f"are not used: {left_out}"))
     if unused := header.unused:
         notices.append((unused[0], f"is not used, like {len(unused) - 1} other tensors of the file: they are not of a LoRA"))
     found = {"lora_rank": ("rank", header.rank), "lora_alpha": ("alpha", header.alpha)}

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from smalti import Config, FrozenStorage, UserError
-from smalti.config import LaunchOptions, ModelOptions, ObjectiveOptions, RunOptions
+from smalti.config import ModelOptions, ObjectiveOptions, RunOptions
 from smalti.diffusion import BetaSchedule, Conditioning, Prediction
 from smalti.models import Encoding, ModelFamily, SampleRequest, SeededWeights, Weights, without_weights
 from smalti.parallel import in_bf16
@@ -30,17 +30,18 @@ from smalti_diffusers.flavours import FLAVOURS
 from smalti_diffusers.flowshift import scheduler_shift
 from smalti_diffusers.lora.adapter import attach
 from smalti_diffusers.lora.assistant import ASSISTANT, is_distilled, locate as locate_assistant, notice
-from smalti_diffusers.lora.chosen import chosen_adapter, description
+from smalti_diffusers.lora.chosen import FROZEN_TYPES, base_dtype, base_precision, chosen_adapter, description
 from smalti_diffusers.lora.eight_bits import eight_bit_weights
+from smalti_diffusers.lora.encoders import BaseWeights, JoinedWeights, encoder_of, encoder_ratio
 from smalti_diffusers.lora.first_weights import AdaptedWeights
 from smalti_diffusers.lora.header import AdapterHeader
-from smalti_diffusers.lora.quantisation import check_device, is_sharded, quantise, storage
+from smalti_diffusers.lora.quantisation import is_sharded, quantise, storage
 from smalti_diffusers.lora.reading import AdapterFile
 from smalti_diffusers.lora.strength import adapter_scaled
 from smalti_diffusers.lora.timed import mask_ranks
-from smalti_diffusers.options import DiffusersOptions, LoraOptions, Precision
-from smalti_diffusers.sampling import check_scheduler, decoding, scheduler_in_place
-from smalti_diffusers.sources.components import Components, PartWeights, class_of
+from smalti_diffusers.options import DiffusersOptions, LoraOptions
+from smalti_diffusers.sampling import check_scheduler, decode_in_own_type, decoding, scheduler_in_place
+from smalti_diffusers.sources.components import Components, class_of
 from smalti_diffusers.sources.location import download_notice
 from smalti_diffusers.sources.model_file import ModelFile
 from smalti_diffusers.sources.start import (
@@ -55,8 +56,6 @@ from smalti_diffusers.sources.start import (
 if TYPE_CHECKING:
     from smalti.checkpoint import ExportFolder, ExportRequest
 
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-
 
 class PipelineFamily(ModelFamily):
     """A family around a diffusers pipeline; each is a subclass in a file of its own."""
@@ -67,6 +66,8 @@ class PipelineFamily(ModelFamily):
     """What that class was called before; pipelines were published under these names too."""
     part: ClassVar[str] = "transformer"
     """Which part of the pipeline is trained."""
+    adaptable_encoders: ClassVar[tuple[str, ...]] = ()
+    """The text encoders that an adapter can be trained in, along with the model."""
     texts: ClassVar[tuple[str, ...]] = ("text_encoder", "text_encoder_2", "text_encoder_3")
     blocks: ClassVar[tuple[str, ...]]
     targets: ClassVar[tuple[str, ...]] = ("to_q", "to_k", "to_v", "to_out.0")
@@ -105,9 +106,10 @@ class PipelineFamily(ModelFamily):
                 fix=f"leave --prediction_type out; the pipeline says {native}",
             )
         self._bf16 = config is None or in_bf16(config)
-        self.lora = chosen_adapter(config, self.lora_targets())
-        self._base_dtype = _base_dtype(config)
-        self._precision = _precision(config)
+        self.encoders, self._encoder_ratio = self._trained_encoders(config), encoder_ratio(config)
+        self.lora = chosen_adapter(config, self.lora_targets(), self.idle_layers())
+        self._base_dtype = base_dtype(config)
+        self._precision = base_precision(config)
         self._init_lora = config[LoraOptions].init_lora if config is not None else None
         self._assistant_lora = config[LoraOptions].assistant_lora if config is not None else None
         self.indivisible = "" if is_sharded(self._precision) else f"weights in {self._precision}"
@@ -133,6 +135,19 @@ class PipelineFamily(ModelFamily):
         published = published_pipeline(file)
         return next((flavour for flavour, name in flavours.items() if name == published), None)
 
+    def _trained_encoders(self, config: Config | None) -> tuple[str, ...]:
+        """The text encoders that the trained model holds. Raises UserError where they cannot be trained."""
+        if config is None or not config[LoraOptions].train_text_encoder:
+            return ()
+        if not self.adaptable_encoders:
+            raise UserError(f"the text encoders of {self.name} cannot be trained", fix="leave --train_text_encoder out")
+        return self.adaptable_encoders
+
+    @classmethod
+    def build_adaptable(cls, components: Components) -> nn.Module:
+        """The model with all that adapters in files can change, text encoders included, by the names of layers in a run."""
+        return components.build(cls.part)
+
     # --- what a family may say otherwise ----------------------------------------------------------------------------
 
     def native_prediction(self, scheduler: dict[str, object]) -> Prediction:
@@ -153,6 +168,14 @@ class PipelineFamily(ModelFamily):
     def inputs(self, noisy: Tensor, timesteps: Tensor, conditioning: Conditioning) -> dict[str, object]:
         """What the model is called with, by the names of its arguments."""
         ...
+
+    def idle_layers(self) -> tuple[str, ...]:
+        """How names of layers of the trained model begin that its prediction does not depend on."""
+        return ()
+
+    def embedded(self, model: nn.Module, conditioning: Conditioning) -> Conditioning:
+        """Conditioning as `prompts` takes it, of what `encode_captions` gives; `model` may hold the encoders."""
+        return conditioning
 
     def outputs(self, prediction: Tensor, noisy: Tensor) -> Tensor:
         """The model's output in the shape of `noisy`."""
@@ -194,10 +217,14 @@ class PipelineFamily(ModelFamily):
     def _adapter_file(self, path: Path) -> AdapterFile:
         return AdapterFile(AdapterHeader(path), self.name, self.meta_model, self.components.config(self.part))
 
-    def base_weights(self, seed: int) -> SeededWeights | PartWeights:
+    def base_weights(self, seed: int) -> BaseWeights:
         """The first weights of the model without an adapter."""
         from_config = self.options.init_from_config or self.components.lacks_weights(self.part)
-        return SeededWeights(self.build_base, seed) if from_config else self.components.weights(self.part)
+        model = SeededWeights(self.build_base, seed) if from_config else self.components.weights(self.part)
+        if not self.encoders:
+            return model
+        there = [part for part in self.encoders if not self.components.lacks_weights(part)]
+        return JoinedWeights(model, {part: self.components.weights(part) for part in there})
 
     def adapter(self, seed: int) -> dict[str, object] | None:
         if self.lora is None:
@@ -217,7 +244,8 @@ class PipelineFamily(ModelFamily):
         return self.outputs(prediction, noisy)
 
     def rate_ratio(self, name: str) -> float:
-        return self.lora.rate_ratio if self.lora is not None and ".lora_B." in name else 1.0
+        ratio = self.lora.rate_ratio if self.lora is not None and ".lora_B." in name else 1.0
+        return ratio * (self._encoder_ratio if encoder_of(name) else 1.0)
 
     def block_classes(self) -> tuple[str, ...]:
         return self.blocks
@@ -251,8 +279,9 @@ class PipelineFamily(ModelFamily):
     def _pipeline(self, has: Callable[[str], bool]) -> object:
         with importing():  # before any weights are there
             cls = class_of("diffusers", self.pipeline)
-        frozen = {part: self._load(part) if has(part) else None for part in self.components.parts() if part != self.part}
-        pipeline = cls(**frozen, **{self.part: None}, **self.components.settings)
+        trained = (self.part, *self.encoders)
+        frozen = {part: self._load(part) if has(part) and part not in trained else None for part in self.components.parts()}
+        pipeline = cls(**frozen, **self.components.settings)
         pipeline.set_progress_bar_config(disable=True)
         return cast(object, pipeline.to(self.device))
 
@@ -278,9 +307,9 @@ class PipelineFamily(ModelFamily):
         on_cpu = self.device.type == "cpu"
         if kind == "latents":
             default = torch.float32 if self.vae_in_fp32 or on_cpu else torch.bfloat16
-            return _DTYPES.get(self.options.vae_dtype, default)
+            return FROZEN_TYPES.get(self.options.vae_dtype, default)
         default = torch.bfloat16 if self._bf16 and not on_cpu else torch.float32
-        return _DTYPES.get(self.options.text_encoder_dtype, default)
+        return FROZEN_TYPES.get(self.options.text_encoder_dtype, default)
 
     def to(self, device: str) -> None:
         super().to(device)
@@ -291,7 +320,8 @@ class PipelineFamily(ModelFamily):
     def encoder_identity(self, kind: Encoding) -> dict[str, object]:
         if kind == "latents":
             return {"vae": self.components.identity("vae"), "dtype": str(self._dtype(kind))}
-        parts = {part: self.components.identity(part) for part in self.components.parts() if _encodes_texts(part)}
+        used = [part for part in self.components.parts() if _encodes_texts(part) and part not in self.encoders]
+        parts = {part: self.components.identity(part) for part in used}
         return {"pipeline": self.pipeline, **parts, "dtype": str(self._dtype(kind)), **self.text_settings()}
 
     def release_encoder(self, kind: Encoding) -> None:
@@ -368,7 +398,7 @@ class PipelineFamily(ModelFamily):
             return self._sample(model, request)
 
     def _sample(self, model: nn.Module, request: SampleRequest) -> Tensor:
-        conditioning, unconditional = self.request_conditioning(request)
+        conditioning, unconditional = (self.embedded(model, each) for each in self.request_conditioning(request))
         pipeline = cast("Callable[..., object]", self.frozen)
         self.frozen.to(self.device)  # type: ignore[attr-defined]
         setattr(pipeline, self.part, model)
@@ -417,23 +447,6 @@ class PipelineFamily(ModelFamily):
         export_pipeline(self, folder)
 
 
-def _base_dtype(config: Config | None) -> torch.dtype:
-    """The type of what is frozen beside an adapter."""
-    if config is None or config[ModelOptions].model_type != "lora":
-        return torch.float32
-    return _DTYPES.get(config[LoraOptions].lora_base_dtype, torch.bfloat16 if in_bf16(config) else torch.float32)
-
-
-def _precision(config: Config | None) -> Precision:
-    """In what the frozen weights of an adapter's base are kept. Raises UserError where the device cannot."""
-    if config is None or config[ModelOptions].model_type != "lora":
-        return "no_change"
-    precision = config[LoraOptions].base_model_precision
-    device = None if config[LaunchOptions].use_cpu else torch.accelerator.current_accelerator(check_available=True)
-    check_device(precision, device.type if device is not None else "cpu")
-    return precision
-
-
 def create(family: type[PipelineFamily], config: Config) -> PipelineFamily:
     """The family over the pipeline that the options name: a path or hub id, or a flavour's; or over a model and its base.
 
@@ -480,17 +493,6 @@ def _free_memory(device: torch.device) -> None:
     gc.collect()
     if device.type != "cpu":
         torch.accelerator.empty_cache()
-
-
-def decode_in_own_type(vae: nn.Module) -> None:
-    """Make an autoencoder keep its type: pipelines call it with latents of the encoders' type, and under the run's autocast."""
-    decode = cast("Callable[..., object]", vae.decode)
-
-    def in_own_type(latents: Tensor, *arguments: object, **keywords: object) -> object:
-        with torch.autocast(latents.device.type, enabled=False):
-            return decode(latents.to(next(vae.parameters()).dtype), *arguments, **keywords)
-
-    vae.decode = in_own_type  # type: ignore[assignment]
 
 
 def parameter_count(family: PipelineFamily) -> int:

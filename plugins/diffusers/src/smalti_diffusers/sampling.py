@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from inspect import signature
 from typing import Any, cast
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from smalti import UserError
 from smalti_diffusers.options import DiffusersOptions
@@ -92,3 +93,14 @@ def decoding(vae: nn.Module, options: DiffusersOptions) -> Iterator[None]:
     finally:
         for _, off in wanted:
             off()
+
+
+def decode_in_own_type(vae: nn.Module) -> None:
+    """Make an autoencoder keep its type: pipelines call it with latents of the encoders' type, and under the run's autocast."""
+    decode = cast("Callable[..., object]", vae.decode)
+
+    def in_own_type(latents: Tensor, *arguments: object, **keywords: object) -> object:
+        with torch.autocast(latents.device.type, enabled=False):
+            return decode(latents.to(next(vae.parameters()).dtype), *arguments, **keywords)
+
+    vae.decode = in_own_type  # type: ignore[assignment]

@@ -47,9 +47,8 @@ def adapter_usages(family: PipelineFamily, format: Format, name: str) -> list[Us
         lines = [_IMPORT, "from peft import PeftModel", *_base(family), wrapped, _GENERATE]
         found.append(Usage(tool="diffusers and peft", text="\n".join(lines)))
     if format in ("comfyui", "kohya") and (format == "comfyui" or comfyui == "kohya"):
-        copied = (
-            f"cp {{path}}/{name}.safetensors ComfyUI/models/loras/\nchoose it in the node LoraLoaderModelOnly, strength 1.0"
-        )
+        node = "LoraLoader, with both strengths 1.0" if family.encoders else "LoraLoaderModelOnly, strength 1.0"
+        copied = f"cp {{path}}/{name}.safetensors ComfyUI/models/loras/\nchoose it in the node {node}"
         found.append(Usage(tool="ComfyUI", text=copied))
     elif comfyui is not None:
         found.append(Usage(tool="ComfyUI", text="export again with --format=comfyui", needs_run=True))

@@ -37,6 +37,7 @@ class Sdxl(PipelineFamily):
     predictions = ("epsilon", "v_prediction")
     convolutional = True
     rescales_guidance = True
+    adaptable_encoders = ("text_encoder", "text_encoder_2")
 
     def __init__(self, components: Components, options: DiffusersOptions, config: Config | None = None) -> None:
         if components.pipeline != self.pipeline:  # the refiner and inpainting models are called otherwise
@@ -55,8 +56,14 @@ class Sdxl(PipelineFamily):
             check_noise_schedule(config, components.config("scheduler"), str(components.folder))
             self.zero_snr = config[ObjectiveOptions].rescale_betas_zero_snr
 
+    @classmethod
+    def build_adaptable(cls, components: Components) -> nn.Module:
+        from smalti_diffusers.families.encoding_unet import EncodingUNet
+
+        return cast(nn.Module, EncodingUNet.build(components))
+
     def build_base(self) -> nn.Module:
-        model = super().build_base()
+        model = self.build_adaptable(self.components) if self.encoders else super().build_base()
         # Blocks are taken in the order in which the model holds them; its own has the middle after the way up.
         up = model.up_blocks
         del model.up_blocks
@@ -86,7 +93,9 @@ class Sdxl(PipelineFamily):
         return self._encode(prompts)
 
     def _encode(self, prompts: Sequence[str | None]) -> Conditioning:
-        """None is the empty prompt, in the form that the options say."""
+        """None is the empty prompt, in the form that the options say. Where encoders are trained, the model encodes tokens."""
+        if self.encoders:
+            return self._tokenised(prompts)
         with torch.no_grad():
             tokens, _, pooled, _ = self.encoder.encode_prompt(  # type: ignore[attr-defined]
                 prompt=[prompt or "" for prompt in prompts], device=self.device, do_classifier_free_guidance=False
@@ -94,6 +103,32 @@ class Sdxl(PipelineFamily):
         if self._zeros_for_empty:
             given = torch.tensor([prompt is not None for prompt in prompts], device=self.device)
             tokens, pooled = tokens * given[:, None, None], pooled * given[:, None]
+        return {"tokens": tokens.float(), "pooled": pooled.float()}
+
+    def _tokenised(self, prompts: Sequence[str | None]) -> Conditioning:
+        """(B, L) token ids for each encoder, and whether there is a prompt: 0 where the conditioning is zeros."""
+
+        def ids(name: str) -> Tensor:
+            tokeniser = getattr(self.encoder, name)
+            texts = [prompt or "" for prompt in prompts]
+            length = tokeniser.model_max_length
+            found = tokeniser(texts, padding="max_length", max_length=length, truncation=True, return_tensors="pt")
+            return to_device(found.input_ids, self.device)
+
+        given = torch.tensor([float(prompt is not None or not self._zeros_for_empty) for prompt in prompts])
+        return {"ids": ids("tokenizer"), "ids_2": ids("tokenizer_2"), "given": to_device(given, self.device)}
+
+    def idle_layers(self) -> tuple[str, ...]:
+        """The last layer of the first encoder: tokens are those before it, and the pooled caption is the second's."""
+        if not self.encoders:
+            return ()
+        last = cast(int, self.components.config("text_encoder")["num_hidden_layers"]) - 1
+        return (f"text_encoder.text_model.encoder.layers.{last}.",)
+
+    def embedded(self, model: nn.Module, conditioning: Conditioning) -> Conditioning:
+        if not self.encoders:
+            return conditioning
+        tokens, pooled = model(texts=conditioning)
         return {"tokens": tokens.float(), "pooled": pooled.float()}
 
     def encode_size_conditioning(self, sizes: Sequence[SizeConditioning], width: int, height: int) -> Conditioning:
@@ -104,6 +139,9 @@ class Sdxl(PipelineFamily):
     def example_conditioning(self, width: int, height: int) -> Conditioning:
         config = self.components.config(self.part)
         times = 6 * cast(int, config["addition_time_embed_dim"])
+        if self.encoders:
+            ids = torch.zeros(1, 77, dtype=torch.long)
+            return {"ids": ids, "ids_2": ids.clone(), "given": torch.ones(1), "time_ids": torch.empty(1, 6)}
         return {
             "tokens": torch.empty(1, 77, cast(int, config["cross_attention_dim"])),
             "pooled": torch.empty(1, cast(int, config["projection_class_embeddings_input_dim"]) - times),
@@ -111,9 +149,11 @@ class Sdxl(PipelineFamily):
         }
 
     def inputs(self, noisy: Tensor, timesteps: Tensor, conditioning: Conditioning) -> dict[str, object]:
-        return {
-            "sample": noisy,
-            "timestep": timesteps,
+        called: dict[str, object] = {"sample": noisy, "timestep": timesteps}
+        if self.encoders:
+            texts = {name: conditioning[name] for name in ("ids", "ids_2", "given")}
+            return called | {"texts": texts, "added_cond_kwargs": {"time_ids": conditioning["time_ids"]}}
+        return called | {
             "encoder_hidden_states": conditioning["tokens"],
             "added_cond_kwargs": {"text_embeds": conditioning["pooled"], "time_ids": conditioning["time_ids"]},
         }

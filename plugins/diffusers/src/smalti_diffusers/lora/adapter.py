@@ -37,6 +37,8 @@ class Lora:
     kind: Kind = "lora"
     dropout: float = 0.0
     excluded: tuple[str, ...] = ()
+    idle: tuple[str, ...] = ()
+    """How names of layers begin that the prediction does not depend on: these get no adapter."""
     stabilised: bool = False
     """The scale is alpha / sqrt(rank): rsLoRA (Kalajdzievski 2023)."""
     ranks: tuple[tuple[str, int], ...] = ()
@@ -119,7 +121,7 @@ def _inject(model: nn.Module, lora: Lora, layers: dict[str, _Layer]) -> None:
 
 def _layers(model: nn.Module, lora: Lora) -> dict[str, _Layer]:
     """The layers that get an adapter, and what patterns say of each."""
-    names = adapted_layers(model, lora.targets)
+    names = [name for name in adapted_layers(model, lora.targets) if not name.startswith(lora.idle)]
     if lora.excluded:
         out = set(adapted_layers(model, lora.excluded, "lora_exclude"))
         names = [name for name in names if name not in out]

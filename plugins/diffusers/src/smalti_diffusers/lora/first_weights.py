@@ -92,7 +92,8 @@ class AdaptedWeights:
                 f"{start.header.path} is a {TITLES[kind]}, and the run trains a {TITLES[self._lora.kind]}",
                 fix=f"--lora_kind={kind}",
             )
-        if lost := sorted(set(start.layers) - self._scales.keys()):
+        lost = sorted(layer for layer in start.layers if layer not in self._scales and not layer.startswith(self._lora.idle))
+        if lost:
             raise UserError(
                 f"{start.header.path} has {len(lost)} layers that the run does not adapt, such as {lost[0]}",
                 fix=f"--lora_targets={target_names(start.layers)}",

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from smalti import UserError
 from smalti.checkpoint import Computed
 from smalti.models import Weights
+from smalti_diffusers.lora.encoders import CLIP, encoder_of, kohya_name as kohya_name_in_encoder
 from smalti_diffusers.lora.header import LENGTHS, LENGTHS_OF_BASE, METADATA, TIMED, TRAINED_ALPHA
 from smalti_diffusers.lora.kinds import by_row, change, row_norms
 from smalti_diffusers.lora.shapes import MAGNITUDE, common_factor, factors_of
@@ -116,6 +117,11 @@ def write_adapter(
         tensors, notes = _kohya(adapter, family, config, for_comfyui=format == "comfyui", base=base)
         folder.write_computed(f"{folder.name}.safetensors", tensors, notes | timed)
     elif format == "peft":
+        if encoders := sorted(filter(None, {encoder_of(layer) for layer in adapter.layers})):
+            raise UserError(
+                f"peft's format is that of one model, and this adapter also changes {' and '.join(encoders)}",
+                fix=f"--format=diffusers{' or kohya' if tools.kohya else ''}, or --merge for the complete model",
+            )
         folder.write_computed("adapter_model.safetensors", dict(_named(adapter, "base_model.model.")), notes)
         folder.write_json("adapter_config.json", peft_config(adapter))
     elif format == "comfyui":
@@ -131,10 +137,13 @@ def _described(adapter: TrainedAdapter, part: str, format: Format) -> dict[str, 
         return {LENGTHS: LENGTHS_OF_BASE}
     if format == "comfyui" and adapter.kind in ("lokr", "loha"):
         return {}
-    settings = {key: value for key, value in peft_config(adapter).items() if key != "peft_type"}
+    settings: dict[str, object] = {}
+    for encoder in sorted({encoder_of(layer) for layer in adapter.layers}, key=str):
+        config = peft_config(adapter, encoder)
+        settings |= {f"{encoder or part}.{key}": value for key, value in config.items() if key != "peft_type"}
     if adapter.kind == "lokr":
         return {}
-    return {METADATA: json.dumps({f"{part}.{key}": value for key, value in settings.items()}, sort_keys=True)}
+    return {METADATA: json.dumps(settings, sort_keys=True)}
 
 
 def _named(adapter: TrainedAdapter, prefix: str) -> Iterator[tuple[str, Computed]]:
@@ -143,7 +152,7 @@ def _named(adapter: TrainedAdapter, prefix: str) -> Iterator[tuple[str, Computed
         for part in layer.parts:
             factor = layer.scale if part in ("lora_B", "lokr_w1", "hada_w1_a") else 1.0
             ending = ".weight" if part in ("lora_A", "lora_B") else ""
-            yield f"{prefix}{name}.{part}{ending}", adapter.part(layer, part, factor)
+            yield f"{'' if encoder_of(name) else prefix}{name}.{part}{ending}", adapter.part(layer, part, factor)
 
 
 def _named_for_comfyui(
@@ -172,12 +181,18 @@ def _with_alpha(adapter: TrainedAdapter, layer: AdaptedLayer, name: str) -> Iter
         yield f"{name}.alpha", _constant(layer.scale * layer.rank)
 
 
-def peft_config(adapter: TrainedAdapter) -> dict[str, object]:
-    """What peft rebuilds the layers from; alpha is the rank everywhere. Raises UserError for a lokr with several factors."""
-    ranks = {name: layer.rank for name, layer in adapter.layers.items()}
-    found: dict[str, object] = {"r": adapter.rank, "target_modules": sorted(adapter.layers)}
+def peft_config(adapter: TrainedAdapter, encoder: str | None = None) -> dict[str, object]:
+    """What peft rebuilds the layers of the model, or of a text encoder, from; alpha is the rank everywhere.
+
+    Raises UserError for a lokr with several factors.
+    """
+    layers = {name: layer for name, layer in adapter.layers.items() if encoder_of(name) == encoder}
+    # Of an encoder the ends of the names, which begin otherwise in other versions of transformers.
+    called = {name: name.removeprefix(f"{encoder}.").removeprefix(CLIP) for name in layers}
+    ranks = {name: layer.rank for name, layer in layers.items()}
+    found: dict[str, object] = {"r": adapter.rank, "target_modules": sorted(called.values())}
     if adapter.kind == "lokr":
-        shapes = {name: {part: adapter.shape(layer, part) for part in layer.parts} for name, layer in adapter.layers.items()}
+        shapes = {name: {part: adapter.shape(layer, part) for part in layer.parts} for name, layer in layers.items()}
         factor = common_factor([factors_of(each) for each in shapes.values()])
         if factor is None:
             raise UserError(
@@ -186,7 +201,8 @@ def peft_config(adapter: TrainedAdapter) -> dict[str, object]:
             )
         ranks = {name: rank or max(shapes[name]["lokr_w2"][:2]) for name, rank in ranks.items()}
         found |= {"decompose_factor": factor, "decompose_both": False}
-    own = {f"^{re.escape(name)}$": rank for name, rank in ranks.items() if rank != adapter.rank}
+    start = "" if encoder else "^"
+    own = {f"{start}{re.escape(called[name])}$": rank for name, rank in ranks.items() if rank != adapter.rank}
     if own:
         found |= {"rank_pattern": own, "alpha_pattern": own}
     kinds = {"lokr": "LOKR", "loha": "LOHA"}
@@ -244,7 +260,8 @@ def original_layers(model: nn.Module, config: Mapping[str, object]) -> dict[str,
     Layers whose rows are in another order there are left out.
     """
     weights = (f"{name}.weight" for name, module in model.named_modules() if has_weight(module))
-    table = LAYOUTS[type(model).__name__](config) if type(model).__name__ in LAYOUTS else {}
+    known = next((each.__name__ for each in type(model).__mro__ if each.__name__ in LAYOUTS), None)
+    table = LAYOUTS[known](config) if known is not None else {}
     return {
         each.name.removesuffix(".weight"): tuple(part.removesuffix(".weight") for part in each.parts)
         for each in file_tensors(weights, table)
@@ -253,7 +270,7 @@ def original_layers(model: nn.Module, config: Mapping[str, object]) -> dict[str,
 
 
 def kohya_name(layer: str) -> str:
-    return "lora_unet_" + layer.replace(".", "_")
+    return kohya_name_in_encoder(layer) if encoder_of(layer) else "lora_unet_" + layer.replace(".", "_")
 
 
 def _kohya(

@@ -90,10 +90,21 @@ class AdapterHeader:
             if any(mark in name for name in self._tensors):
                 raise UserError(f"{self.path} is {method}, which is not supported", fix=_AGAIN)
         self.layers = dict(self._layers())
-        """Of the trained part of the pipeline; those of text encoders are left out."""
+        """Of the trained part of the pipeline; those of text encoders are `encoder_layers`."""
         if not self.layers:
             raise UserError(f"{self.path} has no layers of a LoRA: of {len(self._tensors)} tensors, none is one", fix=_AGAIN)
-        self.kind = self._kind()
+        self.kind = self._kind(self.layers)
+
+    @cached_property
+    def encoder_layers(self) -> dict[str, StoredMatrices]:
+        """The layers of text encoders. Raises UserError if they are of another kind than those of the model."""
+        found = dict(self._layers(of_encoders=True))
+        self._kind(self.layers | found)
+        return found
+
+    def layer(self, name: str) -> StoredMatrices:
+        """A layer of the model or of a text encoder."""
+        return self.layers[name] if name in self.layers else self.encoder_layers[name]
 
     @property
     def text_layers(self) -> int:
@@ -143,19 +154,20 @@ class AdapterHeader:
 
     def scale(self, name: str) -> float:
         """What the product of the matrices of a layer is multiplied with: alpha / rank."""
-        layer = self.layers[name]
+        layer = self.layer(name)
         if layer.scale is not None:
             return layer.scale
         alpha = self._setting(name, "alpha_pattern", "lora_alpha", "alpha")
         rank = layer.rank or self._setting(name, "rank_pattern", "r")
         if alpha is None or rank is None:
             return 1.0
-        return alpha / (math.sqrt(rank) if self._settings.get("use_rslora") else rank)
+        return alpha / (math.sqrt(rank) if self._settings_of(name).get("use_rslora") else rank)
 
     def _setting(self, layer: str, pattern: str, *names: str) -> float | None:
         """What the settings say of a layer, by pattern or for all."""
-        own = cast(Mapping[str, float], self._settings.get(pattern) or {})
-        default = next((self._settings[name] for name in names if name in self._settings), None)
+        settings = self._settings_of(layer)
+        own = cast(Mapping[str, float], settings.get(pattern) or {})
+        default = next((settings[name] for name in names if name in settings), None)
         return next(
             (value for key, value in own.items() if re.fullmatch(rf"(.*\.)?({key.removeprefix('^')})", layer)),
             cast("float | None", default),
@@ -163,14 +175,18 @@ class AdapterHeader:
 
     def shapes(self, layer: str) -> dict[str, tuple[int, ...]]:
         """The shapes of the tensors of a layer, by what they are."""
-        return {part: self.shape(name) for part, name in self.layers[layer].parts.items()}
+        return {part: self.shape(name) for part, name in self.layer(layer).parts.items()}
 
     def shape(self, tensor: str) -> tuple[int, ...]:
         return self._tensors[tensor][0].shape
 
+    def _settings_of(self, layer: str) -> Mapping[str, object]:
+        """Rank, alpha and so on, of the model or of the text encoder that has this layer."""
+        return self._settings.get(layer.partition(".")[0] if _TEXT.match(layer) else "", {})
+
     @cached_property
-    def _settings(self) -> Mapping[str, object]:
-        """Rank, alpha and so on, from the metadata of diffusers or peft's file."""
+    def _settings(self) -> dict[str, dict[str, object]]:
+        """From the metadata of diffusers or peft's file, by the names of text encoders; those of the model are under ""."""
         config = self.path.with_name(_PEFT_CONFIG)
         in_file = METADATA in self._metadata
         if not in_file and not config.is_file():
@@ -178,25 +194,28 @@ class AdapterHeader:
         try:
             found = load_json(self._metadata[METADATA] if in_file else read_regular(config))
             if not in_file:
-                return dict(found)
-            return {name.partition(".")[2]: value for name, value in found.items() if not _TEXT.match(name)}
+                return {"": dict(found)}
+            settings: dict[str, dict[str, object]] = {}
+            for name, value in found.items():
+                part, _, own = name.partition(".")
+                settings.setdefault(part if _TEXT.match(part) else "", {})[own] = value
+            return settings
         except (ValueError, TypeError, AttributeError) as error:
             place = f"the metadata of {self.path}" if in_file else str(config)
             raise UserError(f"{place} cannot be read: {error}", fix="download the file again") from error
 
-    def _layers(self) -> Iterator[tuple[str, StoredMatrices]]:
+    def _layers(self, *, of_encoders: bool = False) -> Iterator[tuple[str, StoredMatrices]]:
         lengths: dict[str, str] = {}
         others: dict[str, dict[str, str]] = {}
-        for name in self._tensors:
-            if _TEXT.match(name):
-                continue
+        tensors = [name for name in self._tensors if bool(_TEXT.match(name)) == of_encoders]
+        for name in tensors:
             if found := _LENGTHS.fullmatch(name):
                 lengths[found["layer"]] = name
             elif found := _LYCORIS.fullmatch(name):
                 others.setdefault(found["layer"], {})[found["part"]] = name
-        for name in self._tensors:
+        for name in tensors:
             end = next((each for each in _PAIRS if name.endswith(each)), None)
-            if end is None or _TEXT.match(name):
+            if end is None:
                 continue
             layer = name.removesuffix(end)
             up = layer + _PAIRS[end]
@@ -213,7 +232,7 @@ class AdapterHeader:
     def _stored(self, layer: str, parts: Mapping[str, str]) -> StoredMatrices:
         rank, alpha = rank_of({part: self.shape(name) for part, name in parts.items()}), self._scalar(f"{layer}.alpha")
         if "lora_A" not in parts and rank is None:  # two full matrices, which every reader takes without alpha, but peft
-            return StoredMatrices(parts=parts, rank=None, scale=None if "alpha" in self._settings else 1.0)
+            return StoredMatrices(parts=parts, rank=None, scale=None if "alpha" in self._settings_of(layer) else 1.0)
         return StoredMatrices(parts=parts, rank=rank, scale=alpha / rank if alpha is not None and rank else None)
 
     def _check_whole(self, layer: str, parts: Mapping[str, str]) -> None:
@@ -226,10 +245,10 @@ class AdapterHeader:
             held = ", ".join(sorted(parts))
             raise UserError(f"{self.path} has of {layer} only {held}", fix="download the file again; it is incomplete")
 
-    def _kind(self) -> Kind:
-        """The kind of all layers. Raises UserError if they are of several."""
+    def _kind(self, layers: Mapping[str, StoredMatrices]) -> Kind:
+        """The kind of these layers. Raises UserError if they are of several."""
         kinds: set[Kind] = set()
-        for layer in self.layers.values():
+        for layer in layers.values():
             first = next(iter(layer.parts))
             plain: Kind = "dora" if MAGNITUDE in layer.parts else "lora"
             kinds.add("lokr" if first.startswith("lokr_") else "loha" if first.startswith("hada_") else plain)

@@ -10,11 +10,11 @@ from torch import Tensor, nn
 
 from smalti.checkpoint import DTYPES, Computed
 from smalti.models import SeededWeights, Weights
+from smalti_diffusers.lora.encoders import BaseWeights, JoinedWeights
 from smalti_diffusers.lora.trained import AdaptedLayer, TrainedAdapter
-from smalti_diffusers.sources.components import PartWeights
 
 
-def merged_weights(base: SeededWeights | PartWeights, model: nn.Module, adapter: TrainedAdapter) -> dict[str, Computed]:
+def merged_weights(base: BaseWeights, model: nn.Module, adapter: TrainedAdapter) -> dict[str, Computed]:
     """The tensors of the model, by name. They have the types of the base unless the export has one.
 
     `base` are the unquantised weights, `model` is the model without an adapter, which may be on the meta device. The memory of
@@ -34,8 +34,10 @@ def merged_weights(base: SeededWeights | PartWeights, model: nn.Module, adapter:
     return tensors
 
 
-def _dtype(base: SeededWeights | PartWeights, name: str) -> torch.dtype:
+def _dtype(base: BaseWeights, name: str) -> torch.dtype:
     """The type of a tensor of the base; what a file keeps in 8 bits becomes bf16."""
+    if isinstance(base, JoinedWeights):
+        base, name = base.place(name)
     dtype = base.get(name).dtype if isinstance(base, SeededWeights) else DTYPES[base.stored(name).dtype]
     return torch.bfloat16 if dtype.is_floating_point and dtype.itemsize == 1 else dtype
 

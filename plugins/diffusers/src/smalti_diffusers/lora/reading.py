@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from smalti import UserError
 from smalti.models import FolderWeights
+from smalti_diffusers.lora.encoders import encoder_of, spellings as spellings_in_encoder
 from smalti_diffusers.lora.formats import original_layers
 from smalti_diffusers.lora.header import AdapterHeader
 from smalti_diffusers.lora.kinds import change, row_norms
@@ -45,8 +46,9 @@ class _Place:
 class AdapterFile:
     """The matrices of an adapter. Names and shapes are compared with the model at once, tensors are read when they are needed.
 
-    `model` is the model without an adapter, which may be on the meta device; `config` is its configuration. Raises UserError
-    for a file of another model.
+    `model` is the model without an adapter, which may be on the meta device; `config` is its configuration. Layers of text
+    encoders are those of the adapter if the model holds its encoders, and are left out otherwise. Raises UserError for a file
+    of another model.
     """
 
     def __init__(self, header: AdapterHeader, family: str, model: nn.Module, config: Mapping[str, object]) -> None:
@@ -65,7 +67,7 @@ class AdapterFile:
     def ranks(self) -> dict[str, int]:
         """The rank of each adapted layer of a LoRA, by its name in diffusers."""
         found = {
-            layer: (self.header.layers[place.name].rank or 0) if place.rows is None else len(self.matrices(layer)[0])
+            layer: (self.header.layer(place.name).rank or 0) if place.rows is None else len(self.matrices(layer)[0])
             for layer, place in self._places.items()
         }
         return {layer: rank for layer, rank in found.items() if rank}
@@ -80,7 +82,7 @@ class AdapterFile:
         Of a layer that the file keeps joined with others, ranks that do not reach its rows are left out.
         """
         place = self._places[layer]
-        stored = self.header.layers[place.name]
+        stored = self.header.layer(place.name)
         with safe_open(self.header.path, framework="pt") as file:
             down, up = file.get_tensor(stored.down).float(), file.get_tensor(stored.up).float()
         if place.rows is not None:
@@ -93,14 +95,14 @@ class AdapterFile:
         """The matrices of a layer of a lokr or loha in fp32, by what they are, and what their product is multiplied by."""
         name = self._places[layer].name
         with safe_open(self.header.path, framework="pt") as file:
-            found = {part: file.get_tensor(each).float() for part, each in self.header.layers[name].parts.items()}
+            found = {part: file.get_tensor(each).float() for part, each in self.header.layer(name).parts.items()}
         return found, self.header.scale(name)
 
     def lengths(self, layer: str, weight: Tensor) -> Tensor:
         """(out,) lengths of the rows of a layer with a dora; `weight` is that of the base, in fp32."""
         place = self._places[layer]
         with safe_open(self.header.path, framework="pt") as file:
-            found: Tensor = file.get_tensor(self.header.layers[place.name].parts[MAGNITUDE]).float().flatten()
+            found: Tensor = file.get_tensor(self.header.layer(place.name).parts[MAGNITUDE]).float().flatten()
         if place.rows is not None:
             found = found[place.rows]
         if self.header.lengths_of_base:
@@ -113,7 +115,7 @@ class AdapterFile:
         if self.header.kind in ("lokr", "loha"):
             self._compare_products(layer, place, shape)
             return
-        stored = self.header.layers[place.name]
+        stored = self.header.layer(place.name)
         down, up = self.header.shape(stored.down), self.header.shape(stored.up)
         rows = up[0] if place.rows is None else place.rows.stop - place.rows.start
         lengths = stored.parts.get(MAGNITUDE)
@@ -161,15 +163,17 @@ def _places(
     known = _known_names(model, {layer: shape[0] for layer, shape in shapes.items()}, config)
     found: dict[str, _Place] = {}
     lost = []
-    for name in header.layers:
+    of_encoders = header.encoder_layers if any(map(encoder_of, shapes)) else {}
+    for name in (*header.layers, *of_encoders):
         places = known.get(name)
         if places is None:
             lost.append(name)
         else:
             found |= {layer: _Place(name=name, rows=rows) for layer, rows in places.items()}
     if lost:
+        total = len(header.layers) + len(of_encoders)
         raise UserError(
-            f"{header.path} has {len(lost)} of {len(header.layers)} layers that the model does not have, such as {lost[0]}",
+            f"{header.path} has {len(lost)} of {total} layers that the model does not have, such as {lost[0]}",
             fix=f"use a LoRA of {family}; its layers are compared by name",
         )
     return found
@@ -193,6 +197,8 @@ def _known_names(
 
 
 def _spellings(layer: str) -> list[str]:
+    if encoder_of(layer):
+        return spellings_in_encoder(layer)
     old = re.sub(r"\.to_out\.0$", ".to_out", layer)
     old = re.sub(r"\.(to_[a-z]+)$", r".processor.\1", old)
     flat = layer.replace(".", "_")

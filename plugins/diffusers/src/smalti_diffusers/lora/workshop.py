@@ -111,9 +111,10 @@ def described(components: Components, source: str) -> AdaptedModel:
 
 
 def _described(family: str, components: Components, source: str) -> AdaptedModel:
-    part = _class(family).part
+    kind = _class(family)
+    part = kind.part
     with torch.device("meta"):
-        model = components.build(part)
+        model = kind.build_adaptable(components)
     return AdaptedModel(family=family, part=part, model=model, config=components.config(part), source=source)
 
 

@@ -78,20 +78,21 @@ def write_single_file(
     family: str,
     components: Components,
     part: str,
-    trained: Mapping[str, Computed],
+    trained: Mapping[str, Mapping[str, Computed]],
     scheduler: Mapping[str, object],
 ) -> None:
-    """Write the model to one file, with the parts that files of its family have. `scheduler` is what this run changed in it.
+    """Write the model to one file, with the parts that files of its family have.
 
-    The text encoders get the type of the export; the autoencoder keeps its own, since some need more than 16 bits.
+    `trained` are the tensors of `part`, and of other parts that were trained, by part. `scheduler` is what this run changed in
+    it. The text encoders get the type of the export; the autoencoder keeps its own, since some need more than 16 bits.
     """
     layout = single_file_layout(family)
-    found = _named(trained, LAYOUTS[str(components.kind(part))](components.config(part)), layout.model)
+    found = _named(trained[part], LAYOUTS[str(components.kind(part))](components.config(part)), layout.model)
     if layout.vae is not None:
         table = LAYOUTS[str(components.kind("vae"))](components.config("vae"))
         found |= _named(frozen_tensors(components.weights("vae")), table, layout.vae)
     for encoder, (prefix, table) in layout.encoders.items():
-        tensors = frozen_tensors(components.weights(encoder), fixed=False)
+        tensors = trained.get(encoder) or frozen_tensors(components.weights(encoder), fixed=False)
         found |= _named({_of_clip(name): each for name, each in tensors.items() if "position_ids" not in name}, table, prefix)
     for mark, (key, value) in MARKS.items():
         if family == "sdxl" and scheduler.get(key) == value:

@@ -175,7 +175,8 @@ OPTIONS: tuple[Rule, ...] = (
         - the EMA does not change the weights | train.ema_config.use_feedback
         - a weight over timesteps is not supported | train.linear_timesteps train.linear_timesteps2
         - another weighting than min-SNR | train.snr_gamma | snr_gamma is min_snr_gamma here
-        - text encoders are not trained here | train.train_text_encoder train.text_encoder_lr
+        - text encoders are trained for SDXL only | train.train_text_encoder train.text_encoder_lr | train_text_encoder = true
+          and text_encoder_lr for SDXL
         - noise and latents are not modified | train.noise_offset train.dynamic_noise_offset train.force_consistent_noise
           train.blended_blur_noise
         - there is no loss of guidance | train.do_guidance_loss

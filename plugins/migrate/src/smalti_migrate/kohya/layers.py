@@ -139,13 +139,38 @@ def _add_rates(words: dict[str, str], place: str, result: Imported) -> None:
 
 
 def add_text_encoders(found: Values, family: str, result: Imported) -> None:
-    """List that text encoders are trained, which is the default there. A learning rate of theirs is listed by its rule."""
-    only = found.first("network_train_unet_only", default=False)
+    """Train the text encoders of SDXL, which is the default there. Of other families list that they are trained."""
+    only, rate = found.first("network_train_unet_only", default=False), found.get("text_encoder_lr")
     if only.read(switch):
-        result.settled.append(only.place)
-    elif family in TEXT_LAYERS and "text_encoder_lr" not in found:
+        result.settled += [each.place for each in (only, rate) if each is not None]
+    elif family == "sdxl":
+        _add_encoders_of_sdxl(found, only.place, result)
+    elif rate is not None:
+        result.leave(rate.place, "text encoders of this family are not trained here", value=rate.value)
+    elif family in TEXT_LAYERS:
         why = f"text encoders are not trained here; there the LoRA has {TEXT_LAYERS[family]} layers of them too"
         result.leave(only.place, why, value=False)
+
+
+def _add_encoders_of_sdxl(found: Values, place: str, result: Imported) -> None:
+    """Set their learning rate, which is one for both here, and the layers that are not among the default ones."""
+    rate = found.get("text_encoder_lr")
+    if rate is None and "unet_lr" in found:
+        rate = found.first("learning_rate", default=2e-6)
+    values = [] if rate is None else rate.value if isinstance(rate.value, list) else [rate.value]
+    rates = {number(each) for each in values}
+    if rate is not None and rates == {0}:
+        result.settled.append(rate.place)
+        return
+    if rate is not None and len(rates) > 1:
+        fix = "train_text_encoder = true, with one text_encoder_lr"
+        result.leave(rate.place, "both text encoders have one learning rate here", fix=fix, value=rate.value)
+        return
+    result.add("train_text_encoder", True, place)
+    if rate is not None and rates:
+        result.add("text_encoder_lr", rates.pop(), rate.place)
+    if (line := result.lines.get("lora_targets")) is not None and isinstance(line.value, list):
+        result.add("lora_targets", [*line.value, "fc1", "fc2"], f"{line.source}, and of the text encoders")
 
 
 def _blocks(family: str, words: Mapping[str, str]) -> Iterator[str]:

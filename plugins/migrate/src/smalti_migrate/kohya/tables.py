@@ -69,7 +69,8 @@ OPTIONS: tuple[Rule, ...] = (
     option("network_dim", "lora_rank", whole, default=4),
     option("network_alpha", "lora_alpha", number, default=1),
     read("network_args", "lora_targets", "loraplus_lr_ratio", note="by default, all linear layers of the blocks, as there"),
-    read("network_train_unet_only", note="off by default there; text encoders are never trained here"),
+    read("network_train_unet_only", "train_text_encoder", note="off by default there; text encoders are trained for SDXL only"),
+    read("text_encoder_lr", "text_encoder_lr", "train_text_encoder", note="0 leaves them as they are; one rate for both"),
     option("network_weights", "init_lora", path, note="rank and alpha of the file are those of the run"),
     option("network_dropout", "lora_dropout", number, note="at the input of the first matrix here, at its output there"),
     option("gradient_checkpointing", "gradient_checkpointing", switch),
@@ -166,8 +167,10 @@ OPTIONS: tuple[Rule, ...] = (
         - text encoders and VAE come from a pipeline, by default the one published for the model | clip_l clip_g t5xxl gemma2
           ae vae | base_pipeline = "FOLDER" names another pipeline
         - Stable Diffusion 1 and 2 are not supported | v2
-        - text encoders are not trained here | text_encoder_lr text_encoder_lr1 text_encoder_lr2 learning_rate_te
-          learning_rate_te1 learning_rate_te2 network_train_text_encoder_only train_text_encoder train_t5xxl
+        - both text encoders have one learning rate here | text_encoder_lr1 text_encoder_lr2 | text_encoder_lr
+        - complete text encoders are not trained here | learning_rate_te learning_rate_te1 learning_rate_te2 train_text_encoder
+        - text encoders are not trained alone | network_train_text_encoder_only | train_text_encoder trains them with the model
+        - text encoders other than those of SDXL are not trained here | train_t5xxl
         - offset noise and its relatives are not supported | noise_offset multires_noise_iterations ip_noise_gamma
           adaptive_noise_scale | leave it out; rescale_betas_zero_snr with v_prediction is the exact way to dark and bright
           images

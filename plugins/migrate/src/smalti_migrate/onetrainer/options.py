@@ -12,6 +12,9 @@ from smalti_migrate.onetrainer.data import datasets_of, samples_of, without_conc
 from smalti_migrate.onetrainer.layers import add_layers
 from smalti_migrate.rules import Found, Imported, Values, attempt, convert_options, source_text
 
+_ENCODERS = "text encoders are trained for SDXL only, both or none"
+_BOTH = "train_text_encoder = true and text_encoder_lr train both"
+
 
 def imported(files: Sequence[Opened], family: str | None = None) -> Imported:
     """The configuration of these files. Concepts and samples are in it, or in files that it names or that are given too."""
@@ -233,9 +236,9 @@ def _encoders(found: Values, family: str, result: Imported) -> None:
     for each in tables.ENCODERS if family else ():
         train = found.get(f"{each}.train")
         if train is not None and train.value is True:
-            result.leave(train.place, "text encoders are not trained here", value=True)
+            result.leave(train.place, _ENCODERS, fix=_BOTH if family == "sdxl" else "", value=True)
     if family == "sdxl" and "text_encoder.train" not in found:
-        result.leave(found.first("text_encoder.train").place, "text encoders are not trained here", value=True)
+        result.leave(found.first("text_encoder.train").place, _ENCODERS, fix=_BOTH, value=True)
 
 
 def _saving(found: Values, result: Imported) -> None:

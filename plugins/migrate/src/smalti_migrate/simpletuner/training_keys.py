@@ -44,8 +44,6 @@ TRAINING_KEYS: Mapping[str, Rule] = {
     "optimizer_release_gradients": renamed("release_gradients", neutral=(False,)),
     "fuse_optimizer": ignored("fused optimizers are used where there are any"),
     "prodigy_steps": ignored("it belongs to Prodigy"),
-    "train_text_encoder": refused(_TEXT_ENCODERS, "set it to false", False),
-    "text_encoder_lr": ignored(_TEXT_ENCODERS),
     "text_encoder_limit": ignored(_TEXT_ENCODERS),
     "freeze_encoder_before": ignored(_TEXT_ENCODERS),
     "freeze_encoder_after": ignored(_TEXT_ENCODERS),

@@ -1,0 +1,96 @@
+"""Text encoders that are adapted with the model: how their layers are named, and the weights of all of them as one.
+
+The layers of an encoder have the names that they have in files: those of the encoder's own file, after the part's name, such as
+`text_encoder.text_model.encoder.layers.0.self_attn.q_proj`. Newer versions of transformers leave `text_model` out in some
+classes, in files that they write too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from hashlib import sha256
+
+from torch import Tensor
+
+from smalti.checkpoint import StoredTensor
+from smalti.config import Config, OptimizerOptions
+from smalti.models import SeededWeights
+from smalti_diffusers.options import LoraOptions
+from smalti_diffusers.sources.components import PartWeights
+
+KOHYA = {"text_encoder": "lora_te1", "text_encoder_2": "lora_te2"}
+"""The text encoders of SDXL -> how the names of their layers begin in kohya's format."""
+CLIP = "text_model."
+TARGETS = ("q_proj", "k_proj", "v_proj", "out_proj")
+"""Layers of an encoder that get an adapter, as in the scripts of diffusers."""
+
+
+def encoder_of(layer: str) -> str | None:
+    """The text encoder that has a layer; None for the model itself."""
+    part = layer.partition(".")[0]
+    return part if part in KOHYA else None
+
+
+def encoder_ratio(config: Config | None) -> float:
+    """The learning rate of adapters in text encoders, by that of the model's."""
+    rate = None if config is None else config[LoraOptions].text_encoder_lr
+    return 1.0 if config is None or rate is None else rate / config[OptimizerOptions].learning_rate
+
+
+def spellings(layer: str) -> list[str]:
+    """Every name that a layer of an encoder can have in a file; the first is that of diffusers."""
+    part, _, own = layer.partition(".")
+    return [layer, f"{part}.{own.removeprefix(CLIP)}", kohya_name(layer)]
+
+
+def kohya_name(layer: str) -> str:
+    part, _, own = layer.partition(".")
+    return f"{KOHYA[part]}_{own.replace('.', '_')}"
+
+
+class JoinedWeights:
+    """Weights of a model that holds its text encoders: the model's own, and each encoder's under the name of its part.
+
+    An encoder that is not among `encoders` has its weights in `model`.
+    """
+
+    def __init__(self, model: SeededWeights | PartWeights, encoders: Mapping[str, PartWeights]) -> None:
+        self._model = model
+        self._encoders = encoders
+        self._stored = {part: frozenset(weights.names()) for part, weights in encoders.items()}
+
+    def names(self) -> Iterator[str]:
+        yield from (name for name in self._model.names() if name.partition(".")[0] not in self._encoders)
+        for part, stored in self._stored.items():
+            yield from (f"{part}.{name}" for name in _whole_names(stored))
+
+    def get(self, name: str) -> Tensor:
+        weights, own = self.place(name)
+        return weights.get(own)
+
+    def stored(self, name: str) -> StoredTensor:
+        """Raises AttributeError of a tensor that comes from a seed."""
+        weights, own = self.place(name)
+        return weights.stored(own)  # type: ignore[union-attr]
+
+    def digest(self) -> str:
+        """Tells these weights from others."""
+        parts = [self._model.digest(), *(f"{part} {weights.digest()}" for part, weights in sorted(self._encoders.items()))]
+        return sha256(" ".join(parts).encode()).hexdigest()
+
+    def place(self, name: str) -> tuple[SeededWeights | PartWeights, str]:
+        """Where a tensor is, and what it is called there."""
+        part, _, own = name.partition(".")
+        if part not in self._encoders:
+            return self._model, name
+        return self._encoders[part], own if own in self._stored[part] else own.removeprefix(CLIP)
+
+
+BaseWeights = SeededWeights | PartWeights | JoinedWeights
+"""The first weights of a model without an adapter."""
+
+
+def _whole_names(stored: Iterable[str]) -> Iterator[str]:
+    """The names in the file of an encoder, with the part that newer versions of transformers leave out."""
+    for name in stored:
+        yield name if name.startswith((CLIP, "text_projection.")) else CLIP + name

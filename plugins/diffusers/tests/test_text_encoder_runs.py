@@ -1,0 +1,114 @@
+"""Runs that train adapters of SDXL's text encoders: alike over ranks and resumes, and at rates of their own."""
+
+import json
+import shutil
+
+import pytest
+import tiny
+import torch
+from diffusers import DiffusionPipeline
+from pictured import difference
+from test_lora import SEVERAL, apart, tensors
+
+from support.commands import commands
+
+OPTIONS = {
+    "model_family": "sdxl",
+    "model_type": "lora",
+    "lora_rank": 4,
+    "lora_alpha": 8,
+    "train_text_encoder": True,
+    "text_encoder_lr": 2e-2,
+    "learning_rate": 5e-2,
+    "caption_dropout_probability": 0.3,
+    "use_ema": True,
+    "checkpoint_step_interval": 1,
+    "validation_base_model": True,
+}
+ZERO = {stage: json.dumps({"zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0}}) for stage in (2, 3)}
+STRATEGIES = {
+    "replicas": SEVERAL,
+    "shards": SEVERAL | {"fsdp_enable": True, "validation_step_interval": 2},
+    "zero 2": SEVERAL | {"deepspeed_config": ZERO[2], "use_ema": False},
+    "zero 3": SEVERAL | {"deepspeed_config": ZERO[3], "validation_step_interval": 2},
+    "recomputed": {"gradient_checkpointing": True, "validation_step_interval": 0},
+    "not cached": {"text_cache_disable": True, "validation_step_interval": 0},
+}
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    return tiny.sdxl(tmp_path_factory.mktemp("encoders") / "base")
+
+
+@pytest.fixture(scope="module")
+def options(base, pictures):
+    """The second half of the pictures is regularisation data, for which the model is called without its adapter, too."""
+    entries = base.parent / "datasets.json"
+    folder = {"instance_data_dir": str(pictures)}
+    entries.write_text(json.dumps([{"id": "a", **folder}, {"id": "b", "is_regularisation_data": True, **folder}]))
+    return OPTIONS | {
+        "pretrained_model_name_or_path": base,
+        "instance_data_dir": None,
+        "data_backend_config": entries,
+    }
+
+
+@pytest.fixture(scope="module")
+def first(base, train, options):
+    """Two steps of one process."""
+    code, output = train(base.parent / "one", **options)
+    assert code == 0, output
+    return base.parent / "one"
+
+
+def encoders(found):
+    return {name: tensor for name, tensor in found.items() if name.startswith("text_encoder")}
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_the_second_step_of_one_process_is_that_of_others(first, train, options, strategy, tmp_path):
+    shutil.copytree(first / "checkpoints" / "step-00000001", tmp_path / "run" / "checkpoints" / "step-00000001")
+    code, output = train(tmp_path / "run", **options | STRATEGIES[strategy])
+    assert (code, "at step 1" in output) == (0, True), output
+    averaged = strategy != "zero 2"
+    for choose in (dict, encoders):
+        before, one, other = (choose(tensors(run, step)) for run, step in ((first, 1), (first, 2), (tmp_path / "run", 2)))
+        assert apart(one, before) > 20 * apart(one, other)
+        if averaged:
+            one, other = (choose(tensors(run, 2, averaged=True)) for run in (first, tmp_path / "run"))
+            assert apart(one, other) < 2e-3
+
+
+def test_a_resumed_run_has_the_bits_of_one_that_was_not_interrupted(first, train, options, tmp_path):
+    shutil.copytree(first / "checkpoints" / "step-00000001", tmp_path / "run" / "checkpoints" / "step-00000001")
+    code, output = train(tmp_path / "run", **options)
+    assert code == 0, output
+    one, other = tensors(first, 2), tensors(tmp_path / "run", 2)
+    assert [name for name in one if not torch.equal(one[name], other[name])] == []
+
+
+def test_the_rate_of_the_encoders_is_theirs_alone(first, train, options, tmp_path):
+    shutil.copytree(first / "checkpoints" / "step-00000001", tmp_path / "run" / "checkpoints" / "step-00000001")
+    code, output = train(tmp_path / "run", **options | {"text_encoder_lr": 0, "validation_step_interval": 0})
+    assert code == 0, output
+    before, one, other = tensors(first, 1), tensors(first, 2), tensors(tmp_path / "run", 2)
+    assert all(torch.equal(before[name], tensor) for name, tensor in encoders(other).items())
+    assert all(torch.equal(one[name], tensor) for name, tensor in other.items() if name not in encoders(other))
+    moved = {name: float((one[name] - before[name]).abs().max()) for name in one}
+    assert max(moved[name] for name in encoders(one)) < 1.2 * 2e-2 * 2
+    assert max(moved.values()) > 2e-2
+
+
+@pytest.mark.parametrize("format", ["diffusers", "kohya"])
+def test_a_pipeline_with_the_exported_adapter_draws_what_the_run_drew(first, base, capsys, tmp_path, format):
+    code, _, error = commands(capsys, "checkpoint", "export")(first, "--to", tmp_path / "style", f"--format={format}")
+    assert code == 0, error
+    pipeline = DiffusionPipeline.from_pretrained(base)
+    assert difference(pipeline, first, step=0, edge=32) <= 1
+    assert difference(pipeline, first, edge=32) > 2
+    pipeline.load_lora_weights(tmp_path / "style")
+    assert difference(pipeline, first, edge=32) <= 1
+    pipeline.text_encoder.disable_adapters()
+    pipeline.text_encoder_2.disable_adapters()
+    assert difference(pipeline, first, edge=32) > 2
