@@ -30,6 +30,7 @@ RUNS |= {
     "fsdp2, activations": {"flags": ["offload_activations", "fsdp_enable", "fsdp_activation_checkpointing"], **WIDE},
 }
 
+NOT_PAGED = [name for name in RUNS if "paged" not in name]
 KEPT = ("flux", "flux, paged", "fsdp2", "fsdp2, activations")
 every_run = pytest.mark.parametrize("seen", some(RUNS, *KEPT), indirect=True)
 streamed = pytest.mark.parametrize("seen", ["flux", "flux, paged", "fsdp2"], indirect=True)

@@ -6,7 +6,7 @@ from importlib.metadata import version
 from importlib.util import find_spec
 
 from smalti import Config, Problem, UserError
-from smalti.config import LaunchOptions, ModelOptions
+from smalti.config import LaunchOptions, ModelOptions, OptimizerOptions
 from smalti_diffusers.options import TITLES, LoraOptions, pattern_values
 
 _OPTION = "base_model_precision"
