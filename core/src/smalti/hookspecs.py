@@ -289,11 +289,10 @@ class HookSpecs:
     ) -> torch.optim.Optimizer | None:
         """decide: the optimizer for the wrapped `model`.
 
-        `groups` are torch parameter groups, whose `params` are (name, parameter) pairs of the trainable parameters. The rate of
-        those with a `rate_ratio` is times that of the run. `registry`
-        has the optimizers of all plugins; the core uses the one that `--optimizer` names. Prefer `register_optimizers` unless
-        the optimizer needs more than its parameters and the usual settings. A name that is handled here is registered too. One
-        that steps in the backward pass is a `smalti.training.StepsInBackward`.
+        `groups` are torch parameter groups, whose `params` are (name, parameter) pairs of the trainable parameters; a
+        `rate_ratio` multiplies the rate of the run. `registry` has the optimizers of all plugins; the core uses the one that
+        `--optimizer` names. Prefer `register_optimizers` unless the optimizer needs more than its parameters and the usual
+        settings. A name handled here is registered too. One that steps in the backward pass is a `StepsInBackward`.
         """
         raise NotImplementedError
 

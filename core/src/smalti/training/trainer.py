@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, replace
-from itertools import product
+from functools import partial
 
 import torch
 
@@ -103,7 +103,7 @@ def train_step(run: Run, batch: Batch) -> None:
     total = torch.zeros(len(run.loss.names), device=run.world.device)
     seen = list[tuple[torch.Tensor, torch.Tensor]]()
     kernel, tf32 = run.config[TrainingOptions].sdpa_backend, tf32_choice(run.config, run.world.device)
-    turns = list(product(batch.micro, run.loss.turns))
+    turns = [(micro, turn) for micro in batch.micro for turn in run.loss.turns]
     for number, (micro, turn) in enumerate(turns, start=1):
         with run.parallel.accumulate(last=number == len(turns)), run.loss.at(turn, run.model):
             try:
@@ -189,10 +189,7 @@ def wishes(run: Run) -> tuple[int, StepBoundary]:
     saves = state.save_requested or is_due(state, run.config[CheckpointOptions].checkpoint_step_interval)
     work = sum(each.is_due(run) << bit for bit, each in enumerate(run.periodic))
     boundary = StepBoundary(
-        saves=saves,
-        validates=work > 0,
-        saving=run.saver.is_pending,
-        warn=lambda message, error: warn(run.plugins, state, message, error),
+        saves=saves, validates=work > 0, saving=run.saver.is_pending, warn=partial(warn, run.plugins, state)
     )
     run.plugins.notify(HookSpecs.on_step_boundary, state=state, boundary=boundary)
     if broken := run.batches.budget_exhausted:

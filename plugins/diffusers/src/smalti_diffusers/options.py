@@ -206,7 +206,7 @@ class LoraOptions(Options):
     )
     loraplus_lr_ratio: float = option(
         1.0,
-        help="Learning rate of the second matrix of a LoRA or DoRA over that of the first: LoRA+, whose authors use 16.",
+        help="Learning rate of the second matrix of a LoRA over that of the first (LoRA+). Its authors use 16.",
         level="advanced",
         when="model_type == lora",
         gt=0,

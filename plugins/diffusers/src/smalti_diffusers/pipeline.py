@@ -32,7 +32,7 @@ from smalti_diffusers.lora.adapter import attach
 from smalti_diffusers.lora.assistant import ASSISTANT, is_distilled, locate as locate_assistant, notice
 from smalti_diffusers.lora.chosen import FROZEN_TYPES, base_dtype, base_precision, chosen_adapter, description
 from smalti_diffusers.lora.eight_bits import eight_bit_weights
-from smalti_diffusers.lora.encoders import BaseWeights, JoinedWeights, encoder_of, encoder_ratio
+from smalti_diffusers.lora.encoders import BaseWeights, JoinedWeights, encoder_of, encoder_ratio, trained_encoders
 from smalti_diffusers.lora.first_weights import AdaptedWeights
 from smalti_diffusers.lora.header import AdapterHeader
 from smalti_diffusers.lora.quantisation import is_sharded, quantise, storage
@@ -106,7 +106,8 @@ class PipelineFamily(ModelFamily):
                 fix=f"leave --prediction_type out; the pipeline says {native}",
             )
         self._bf16 = config is None or in_bf16(config)
-        self.encoders, self._encoder_ratio = self._trained_encoders(config), encoder_ratio(config)
+        self.encoders = trained_encoders(config, self.adaptable_encoders, self.name)
+        self._encoder_ratio = encoder_ratio(config)
         self.lora = chosen_adapter(config, self.lora_targets(), self.idle_layers())
         self._base_dtype = base_dtype(config)
         self._precision = base_precision(config)
@@ -134,14 +135,6 @@ class PipelineFamily(ModelFamily):
         """The flavour that a single file is of, which says where its other parts come from; None if it is unknown."""
         published = published_pipeline(file)
         return next((flavour for flavour, name in flavours.items() if name == published), None)
-
-    def _trained_encoders(self, config: Config | None) -> tuple[str, ...]:
-        """The text encoders that the trained model holds. Raises UserError where they cannot be trained."""
-        if config is None or not config[LoraOptions].train_text_encoder:
-            return ()
-        if not self.adaptable_encoders:
-            raise UserError(f"the text encoders of {self.name} cannot be trained", fix="leave --train_text_encoder out")
-        return self.adaptable_encoders
 
     @classmethod
     def build_adaptable(cls, components: Components) -> nn.Module:

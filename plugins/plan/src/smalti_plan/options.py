@@ -44,8 +44,7 @@ class PlanOptions(Options):
     )
     compile: Literal["off", "auto"] = option(
         "off",
-        help="auto: compile the model where a run with the same model, data, strategy and accelerator has left its code on "
-        "this node, as runs with --dynamo_backend=inductor do.",
+        help="Compile the model. auto: where an equal run with --dynamo_backend=inductor has left its code on this node.",
         level="advanced",
         tradeoff="faster steps without the minutes of a first compilation; results differ by rounding",
     )

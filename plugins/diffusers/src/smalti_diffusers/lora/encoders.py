@@ -12,6 +12,7 @@ from hashlib import sha256
 
 from torch import Tensor
 
+from smalti import UserError
 from smalti.checkpoint import StoredTensor
 from smalti.config import Config, OptimizerOptions
 from smalti.models import SeededWeights
@@ -29,6 +30,15 @@ def encoder_of(layer: str) -> str | None:
     """The text encoder that has a layer; None for the model itself."""
     part = layer.partition(".")[0]
     return part if part in KOHYA else None
+
+
+def trained_encoders(config: Config | None, adaptable: tuple[str, ...], family: str) -> tuple[str, ...]:
+    """The text encoders that a run trains. Raises UserError if it is to, and a family has none that are `adaptable`."""
+    if config is None or not config[LoraOptions].train_text_encoder:
+        return ()
+    if not adaptable:
+        raise UserError(f"the text encoders of {family} cannot be trained", fix="leave --train_text_encoder out")
+    return adaptable
 
 
 def encoder_ratio(config: Config | None) -> float:
