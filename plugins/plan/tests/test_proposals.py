@@ -116,7 +116,7 @@ def test_one_gpu_may_keep_in_host_memory_what_it_cannot_hold(plugins, options, d
 
 
 @pytest.mark.parametrize(
-    ("world", "names"), [(WORLDS[1], {"fsdp2"}), (WORLDS[2], {"fsdp2", "hsdp-8"}), (WORLDS[3], set())], ids=str
+    ("world", "names"), [(WORLDS[1], ["fsdp2"]), (WORLDS[2], ["fsdp2", "hsdp-8"]), (WORLDS[3], [])], ids=str
 )
 def test_shards_of_a_frozen_base_may_be_in_host_memory(plugins, world, names):
     config = configured(plugins, {"model_type": "lora"}, world)
