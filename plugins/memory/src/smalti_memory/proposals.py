@@ -55,19 +55,26 @@ def _streamed(config: Config, world: World) -> list[Strategy]:
 
 
 def _additions(config: Config) -> Iterator[Strategy]:
-    """Activations in host memory, gradients that are released, and weights in bf16, where this run would accept them."""
-    yield Strategy(
-        name="activations",
-        title="activations in host memory",
-        options={"offload_activations": True},
-        recompute={"full": {}},
-        bytes={},
-        offloaded=frozenset(("activations",)),
-        added_to=frozenset(("ddp", "fsdp2", "memory")),
-    )
+    """Activations in host memory, gradients that are released, and weights in bf16, where this run would accept them.
+
+    The plugins of the package can be chosen one by one, so that a run may lack the options of the others.
+    """
+    known = config.values().keys()
+    if "offload_activations" in known:
+        yield Strategy(
+            name="activations",
+            title="activations in host memory",
+            options={"offload_activations": True},
+            recompute={"full": {}},
+            bytes={},
+            offloaded=frozenset(("activations",)),
+            added_to=frozenset(("ddp", "fsdp2", "memory")),
+        )
     if config[ModelOptions].model_type == "lora":
         return  # of an adapter there is little to save
     for name, title, options in _UPDATES:
+        if not options.keys() <= known:
+            continue
         accepting = config
         for option, value in {**_ALONE, **options}.items():
             accepting = accepting.chosen(option, value, "")
