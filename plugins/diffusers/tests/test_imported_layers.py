@@ -226,10 +226,11 @@ def test_what_kohya_adapts_and_smalti_does_not_is_listed_with_its_number(importe
     text = kohya("sdxl", conv_dim=8, conv_alpha=4, rank_dropout=0.1, block_dims="1,2").replace("--network_train_unet_only", "")
     values, left = imported(text)
     net = model("sdxl")
-    assert left.keys() == {"datasets", "conv_dim", "rank_dropout", "block_dims", "network_train_unet_only"}
+    assert left.keys() == {"datasets", "conv_dim", "rank_dropout", "block_dims"}
+    assert values["train_text_encoder"] is True
     assert "722 of 788 layers" in left["conv_dim"].why
-    assert "264 layers" in left["network_train_unet_only"].why
-    assert len(adapted(values, net)) == 722
+    assert values["lora_targets"][-2:] == ["fc1", "fc2"]
+    assert len(adapted(values | {"lora_targets": values["lora_targets"][:-2]}, net)) == 722
     assert len(adapted(imported(kohya("sdxl", conv_dim=RANK, conv_alpha=1))[0], net)) == 788
     assert {"in_dims", "img_attn_dim"} <= imported(kohya("flux", in_dims="4,0,0,0,0", img_attn_dim=4))[1].keys()
 

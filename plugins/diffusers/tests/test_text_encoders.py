@@ -93,7 +93,8 @@ def smaltis(made):
     )[OptimizerOptions]
     family, model = made.subject.family, materialise(made.subject.bare(), made.subject.family.weights(0), "cpu").train()
     objective, size = objective_of(family_config(), family), SizeConditioning.of((64, 32))
-    groups = parameter_groups(model, 0.01, matrices(model), {"text_encoder": RATE_OF_ENCODERS})
+    ratio = RATE_OF_ENCODERS / RATE
+    groups = parameter_groups(model, 0.01, matrices(model), lambda name: ratio if name.startswith("text_encoder") else 1.0)
     optimizer = AdamW(groups, lr=RATE)
     build_scheduler(optimizer, options, STEPS, 0)
     losses, gradients = [], {}

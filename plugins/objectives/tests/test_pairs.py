@@ -153,7 +153,7 @@ def turns_of(loss, model: Adapter, batch: MicroBatch) -> list[Tensor]:
     found = []
     for turn in loss.turns:
         with loss.at(turn, model):
-            parts = loss(model, batch, Precise(), turn)
+            parts = loss(model, batch, Precise(), turn).parts
             (parts.sum() / len(loss.turns)).backward()
         found.append(parts)
     return found

@@ -132,7 +132,7 @@ def add_layers(found: Values, family: str, result: Imported) -> None:
 
 
 def _add_rates(words: dict[str, str], place: str, result: Imported) -> None:
-    """Take the arguments of LoRA+ out of `words`; 0 is none. Text encoders, which have one of their own, are not trained."""
+    """Take the arguments of LoRA+ out of `words`; 0 is none. Text encoders get the same, where they are trained."""
     ratios = {key: number(words.pop(key, "0") or "0") for key in RATIOS}
     if chosen := next((key for key, ratio in ratios.items() if ratio and "text" not in key), None):
         result.add("loraplus_lr_ratio", ratios[chosen], f"{place} {chosen}")
