@@ -106,9 +106,9 @@ def test_the_host_waits_for_the_device_no_more_often_than_it_must(seen, request)
 
 @pytest.mark.parametrize("seen", ["fsdp2", "offload", "hsdp"], indirect=True)
 def test_a_sharded_rank_never_holds_the_whole_gradient(seen):
-    """Beside it, each micro-batch leaves the losses of its samples, in the least that torch allocates."""
+    """Beside it, each micro-batch leaves the loss of each of its samples until the step ends."""
     first, last = seen.held[:2]
-    assert last - first in (0, 512), "bytes after the first micro-batch, and after the last one"
+    assert 0 <= last - first <= 64, "bytes after the first micro-batch, and after the last one"
 
 
 @pytest.mark.parametrize("seen", ["offload"], indirect=True)
