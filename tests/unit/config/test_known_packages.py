@@ -16,24 +16,24 @@ def nothing_installed(monkeypatch):
 
 
 def test_a_package_is_installed_from_the_clone_that_smalti_came_from(nothing_installed):
-    assert split(PLUGINS["fsdp2"].fix) == ["pip", "install", str(Path(__file__).parents[3] / "plugins" / "fsdp2")]
+    assert split(PLUGINS["optimizers"].fix) == ["pip", "install", str(Path(__file__).parents[3] / "plugins" / "optimizers")]
 
 
 def test_without_a_clone_it_is_installed_by_name(nothing_installed, monkeypatch):
     monkeypatch.setattr(known_packages, "_installed_from", dict)
-    assert PLUGINS["fsdp2"].fix == "pip install smalti-fsdp2"
+    assert PLUGINS["optimizers"].fix == "pip install smalti-optimizers"
 
 
 def test_from_a_repository_it_is_installed_from_the_same_commit(nothing_installed, monkeypatch):
     source = {"url": "https://example.org/smalti.git", "vcs_info": {"vcs": "git", "commit_id": "abc"}, "subdirectory": "core"}
     monkeypatch.setattr(known_packages, "_installed_from", lambda: source)
-    place = "git+https://example.org/smalti.git@abc#subdirectory=plugins/fsdp2"
-    assert PLUGINS["fsdp2"].fix == f"pip install 'smalti-fsdp2 @ {place}'"
+    place = "git+https://example.org/smalti.git@abc#subdirectory=plugins/optimizers"
+    assert PLUGINS["optimizers"].fix == f"pip install 'smalti-optimizers @ {place}'"
 
 
 def test_a_clone_in_a_path_with_spaces_is_one_word(nothing_installed, monkeypatch):
     monkeypatch.setattr(known_packages, "_clone", lambda: Path("/home/a user/smalti"))
-    assert split(PLUGINS["fsdp2"].fix) == ["pip", "install", "/home/a user/smalti/plugins/fsdp2"]
+    assert split(PLUGINS["optimizers"].fix) == ["pip", "install", "/home/a user/smalti/plugins/optimizers"]
 
 
 def test_a_package_brings_those_that_it_depends_on(nothing_installed):
