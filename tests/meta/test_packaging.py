@@ -64,6 +64,14 @@ def test_every_dependency_has_bounds_that_are_the_same_everywhere_and_hold_what_
     assert {name for name in asked if not name.startswith("smalti")} <= {*pinned}
 
 
+@pytest.mark.parametrize("name", ["requirements.txt", "requirements-demo.txt"])
+def test_a_list_of_packages_has_what_they_need_from_the_same_clone(name):
+    listed = re.findall(r"^(?:-e )?\./(?:plugins/)?(\w+)", (ROOT / name).read_text(), flags=re.MULTILINE)
+    stated = [tomllib.loads(PROJECTS[folder].read_text())["project"] for folder in listed]
+    needed = {Requirement(each).name for project in stated for each in project["dependencies"]}
+    assert {each for each in needed if each.startswith("smalti")} <= {project["name"] for project in stated}
+
+
 def test_the_extra_all_has_every_package_but_those_for_authors():
     project = tomllib.loads(PROJECTS["core"].read_text())["project"]
     extras = project["optional-dependencies"]
