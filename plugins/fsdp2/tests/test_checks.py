@@ -231,18 +231,18 @@ def test_versions_and_strategies_that_are_none_are_refused(flag, where):
 
 
 @pytest.mark.parametrize(
-    ("flags", "told"),
+    ("flags", "message"),
     [
         (("--use_cpu",), "needs NVIDIA GPUs, and use_cpu is set"),
         (("--fsdp_version=1",), "FSDP 1 sends from memory of its own"),
         ((), None),
     ],
 )
-def test_symmetric_memory_is_refused_where_there_is_none(flags, told):
+def test_symmetric_memory_is_refused_where_there_is_none(flags, message):
     found = complaints("--num_processes=2", "--fsdp_enable", "--fsdp_symmetric_memory", *flags)
-    assert [message for message in found if "symmetric" in message or "of its own" in message] == found
-    assert len(found) == (told is not None)
-    assert told is None or told in found[0]
+    assert [each for each in found if "symmetric" in each or "of its own" in each] == found
+    assert len(found) == (message is not None)
+    assert message is None or message in found[0]
 
 
 @pytest.mark.parametrize(

@@ -185,8 +185,8 @@ def test_two_ranks_measure_the_same_loss_as_one_to_the_last_bit(alone_and_togeth
 def test_two_ranks_keep_the_best_and_end_as_one_does(root, alone_and_together, name):
     ranking = json.loads((root / name / "checkpoints" / "ranking.json").read_text())
     assert ranking == json.loads((root / "alone" / "checkpoints" / "ranking.json").read_text())
-    told = "eval_loss has not improved in 2 evaluations since step 1; --eval_patience=4 continues the run"
-    assert ending(root / name) == ("finished", 4, told)
+    message = "eval_loss has not improved in 2 evaluations since step 1; --eval_patience=4 continues the run"
+    assert ending(root / name) == ("finished", 4, message)
     assert saved(root / name) == ["step-00000001", "step-00000004"]
 
 
@@ -291,9 +291,9 @@ def test_a_run_that_improves_no_more_ends_as_a_complete_one_over_all_its_launche
     directory = root / "still"
     train(directory, [TRAINED, HELD_OUT], *STILL, "--eval_patience=3", "--max_train_steps=2")
     train(directory, [TRAINED, HELD_OUT], *STILL, "--eval_patience=3")
-    told = "eval_loss has not improved in 3 evaluations since step 1; --eval_patience=6 continues the run"
-    assert ending(directory) == ("finished", 5, told)
-    first, second = capsys.readouterr().err.split(f"smalti: done: {told}\n")
+    message = "eval_loss has not improved in 3 evaluations since step 1; --eval_patience=6 continues the run"
+    assert ending(directory) == ("finished", 5, message)
+    first, second = capsys.readouterr().err.split(f"smalti: done: {message}\n")
     assert "train longer" in first, "after all of its steps"
     assert "train longer" not in second
     assert "use it" in second

@@ -1,8 +1,8 @@
 """Shards of frozen weights in host memory. Those of one group come to the device as one copy, just before they are gathered.
 
 torch's `CPUOffloadPolicy` takes all parameters of a group: those that train would be there too, the host would wait for their
-gradients and step them, and each tensor would be copied by itself. Here torch gathers as ever, on its own streams and as far
-ahead as it is told; only the memory is another.
+gradients and step them, and each tensor would be copied by itself. Here torch gathers as usual, on its own streams and as far
+ahead as `fsdp_forward_prefetch` says; only the place of the shards differs.
 
 The copy is made on the stream that gathers, and lives until the gather has read it: a part of one block, beside the blocks that
 are gathered. Nothing waits for it on the host, unless the shards are pages of a file.

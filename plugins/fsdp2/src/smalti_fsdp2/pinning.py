@@ -1,7 +1,7 @@
 """Shards in host memory: those of one group in one piece of pinned memory of exactly their size.
 
 torch pins tensor by tensor and rounds each up to a power of two, half as much again for the weights of a large model, and so it
-does with gradients, unless its allocator is told otherwise.
+does with gradients, unless its allocator is configured otherwise.
 """
 
 from __future__ import annotations
