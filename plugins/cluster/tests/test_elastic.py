@@ -1,6 +1,7 @@
 """Which numbers of nodes a run can use, what a node does after an exit code, and when a node counts as lost."""
 
 import socket
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -10,7 +11,8 @@ import pytest
 from smalti import RunState, StepBoundary, StopReason
 from smalti.config import LaunchOptions, TrainingOptions
 from smalti.errors import ConfigError, ExitCode
-from smalti.rundir import RunDirectory, acquire
+from smalti.launch import Ended
+from smalti.rundir import STOPPED_EARLY, RunDirectory, acquire
 from smalti.system import FOLDER_VARIABLE
 from smalti_cluster.elastic import group, waiting as waiting_nodes
 from smalti_cluster.elastic.excluded import EXCLUDED, FaultLoopError, exclude, refuse_excluded
@@ -18,7 +20,7 @@ from smalti_cluster.elastic.group import Group
 from smalti_cluster.elastic.growth import Growth
 from smalti_cluster.elastic.messages import Generation, GroupEnd, Place, growth, read_group_end
 from smalti_cluster.elastic.policy import decide, fault_of_node
-from smalti_cluster.elastic.rendezvous import LOST_SECONDS, GroupMember, KeepAlives
+from smalti_cluster.elastic.rendezvous import LOST_SECONDS, GroupMember, KeepAlives, _wait_until_formed
 from smalti_cluster.elastic.sizes import possible_sizes
 from smalti_cluster.elastic.waiting import SteadyNodes, WaitingNodes
 from smalti_cluster.options import ClusterOptions, is_elastic, node_problems, node_range
@@ -194,7 +196,9 @@ def test_a_node_is_lost_when_its_keep_alive_does_not_change_whatever_its_clock_s
 
 
 def test_what_launcher_and_agent_pass_on_arrives(tmp_path, monkeypatch):
-    generation = Generation(number=2, attempt=1.5, host=1, address="::1", port=7, present=3, used=2, checkpoints=("step-1",))
+    generation = Generation(
+        number=2, attempt=1.5, host=1, address="::1", port=7, members=(1, 2, 3), used=2, checkpoints=("step-1",)
+    )
     place = Place(
         generation=generation,
         machine_rank=2,
@@ -247,7 +251,7 @@ def waiting(sizes, configure, tmp_path, monkeypatch):
     return of
 
 
-LAST = Generation(number=1, attempt=1.0, host=0, address="127.0.0.1", port=1, present=4, used=4)
+LAST = Generation(number=1, attempt=1.0, host=0, address="127.0.0.1", port=1, members=(0, 1, 2, 3), used=4)
 
 
 @pytest.mark.parametrize(
@@ -255,7 +259,7 @@ LAST = Generation(number=1, attempt=1.0, host=0, address="127.0.0.1", port=1, pr
     [
         ([1, 3], LAST, "node 0 was lost, and 1 node more"),
         ([1, 2, 3], LAST, "node 0 was lost"),
-        ([2, 3], replace(LAST, handed_over=True, present=2), "node 0 has left the group"),
+        ([2, 3], replace(LAST, handed_over=True, members=(2, 3)), "node 0 has left the group"),
     ],
 )
 def test_a_new_host_starts_with_the_nodes_that_wait_with_it(waiting, tmp_path, there, last, message):
@@ -263,8 +267,8 @@ def test_a_new_host_starts_with_the_nodes_that_wait_with_it(waiting, tmp_path, t
     (tmp_path / "nodes" / "waiting-2").write_text("of an earlier generation")
     begun = time.monotonic()
     formed = waiting(there, last)
-    assert {(each.number, each.present, each.used, each.host, each.message) for each in formed} == {
-        (2, len(there), len(there), there[0], message)
+    assert {(each.number, each.members, each.used, each.host, each.message) for each in formed} == {
+        (2, tuple(there), len(there), there[0], message)
     }
     assert message.endswith("more") or time.monotonic() - begun < 2.8, "nobody is missing, and it has waited"
 
@@ -273,7 +277,7 @@ def test_the_silence_of_a_host_is_counted_while_its_generation_runs(sizes, confi
     monkeypatch.setattr(group, "_BEAT_SECONDS", 0.0)
     directory, found = RunDirectory(tmp_path), sizes("1:4", num_processes=4, gradient_accumulation_steps=3)
     own = Group(configure("--nodes=1:4", "--main_process_ip=h"), found, directory, lambda _: None, lambda: None)
-    asked = own._watch_host()
+    asked = own._watch_host(LAST)
     asked()
     time.sleep(0.3)
     asked()
@@ -297,3 +301,60 @@ def test_joining_a_group_does_not_look_at_the_stack(monkeypatch, tmp_path):
     monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path))
     GroupMember(None).install()
     dynamic.get_method_name()
+
+
+def test_nodes_that_were_just_there_are_waited_for_as_long_as_it_takes_to_start(tmp_path, monkeypatch):
+    from torch.distributed.launcher.api import LaunchConfig
+
+    monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path))
+
+    def waits(number):
+        place = Place(
+            generation=replace(LAST, number=number), machine_rank=1, name="n", address="a", most=4, seconds=600, directory="d",
+            begun=0.0, end="e",
+        )  # fmt: skip
+        found = GroupMember(place)._configured(LaunchConfig(min_nodes=1, max_nodes=1, nproc_per_node=1)).rdzv_configs
+        return found["join_timeout"], found["read_timeout"]
+
+    assert [waits(1), waits(2)] == [(600, 600), (60, 60)]
+
+
+def test_a_node_that_is_no_member_leaves_the_places_to_the_members():
+    from torch.distributed.elastic.rendezvous.api import RendezvousParameters
+    from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import create_backend
+    from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
+
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+
+    def handler(is_host):
+        to = {"backend": "c10d", "endpoint": f"127.0.0.1:{port}", "run_id": "r", "min_nodes": 1, "max_nodes": 1}
+        parameters = RendezvousParameters(**to, local_addr="127.0.0.1", is_host=is_host)
+        backend, store = create_backend(parameters)
+        return create_handler(store, backend, parameters)
+
+    member, other = handler(True), handler(False)
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(_wait_until_formed, other)
+        time.sleep(0.8)
+        assert not waiting.done()
+        member.next_rendezvous()
+        waiting.result(timeout=20)
+    assert [other._this_node in nodes for nodes in (other._state_holder.state.participants,)] == [False]
+    member.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("reason", "code"), [({}, ExitCode.STOPPED), ({"reason": "preempted"}, ExitCode.PREEMPTED)], ids=["asked", "signal"]
+)
+def test_a_stop_between_generations_ends_the_run_with_what_it_was_asked_for(sizes, configure, tmp_path, reason, code):
+    directory, stopped = RunDirectory(tmp_path), threading.Event()
+    found = sizes("1:4", num_processes=4, gradient_accumulation_steps=3)
+    own = Group(configure("--nodes=1:4", "--main_process_ip=h"), found, directory, lambda _: None, lambda: None)
+    with acquire(directory, config_digest="d", world_size=4, on_stop=stopped.set) as own.writer:
+        directory.request("stop", **reason)
+        assert stopped.wait(20)
+        ended = Ended(code=ExitCode.STOPPED, message=STOPPED_EARLY, final=True)
+        said = own._after(replace(LAST, number=2), ended, None, 0.0)
+    assert said == (code, "stopped while the group of nodes was formed; saved checkpoints are intact")

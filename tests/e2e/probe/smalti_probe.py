@@ -8,9 +8,10 @@ to evaluate after it, "stop" asks for a stop after that step, "preempt" does so 
 while the run is built, at step 0. "stuck" never comes back from the backward pass, as from a device that waits for another
 rank: a call that lets other threads run and minds no signal; "hang" does so in the hook `on_step_end`, where "sleep" waits
 for what never comes, and "collective"
-makes a collective call of its own. "memory" runs out of memory, where leaving the group would wait for the others, as with
-NCCL. PROBE_RAISE names hooks that fail, PROBE_EXIT hooks that exit, PROBE_FAULT is the answer to a fault. "report" reports a
-fault in another thread after that step, at step 0 while the run is built; "report-stuck" also never comes back from that hook.
+makes a collective call of its own. "request" does what `smalti run stop` does, while the first checkpoint is saved. "memory"
+runs out of memory, where leaving the group would wait for the others, as with NCCL. PROBE_RAISE names hooks that fail,
+PROBE_EXIT hooks that exit, PROBE_FAULT is the answer to a fault. "report" reports a fault in another thread
+after that step, at step 0 while the run is built; "report-stuck" also never comes back from that hook.
 With PROBE_GPUS,
 smalti-health watches the GPU "cuda:RANK" for each rank, though that trains on the CPU, and "gpu" lets the driver report
 what PROBE_GPUS says from that step on. With PROBE_MODULES it also notes, as "modules", what a rank has imported by the end
@@ -28,6 +29,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from smalti import FaultAction, GpuFault, StopReason, hookimpl
+from smalti.rundir import RunDirectory
 
 
 def wait_for_ever(*_):
@@ -205,6 +207,9 @@ class Probe:
         self.note("save_checkpoint", step=state.step)
         if self.kind == "save" and self.due(state.step):
             raise ValueError("spoiled")
+        if self.kind == "request" and int(self.rank) == int(os.environ.get("RANK", "0")):
+            self.kind = "none"
+            RunDirectory(target.parent).request("stop")
 
     @hookimpl
     def load_checkpoint(self, source, state, parallel):

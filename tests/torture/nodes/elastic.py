@@ -1,5 +1,7 @@
 """F: groups of three nodes that lose one at a random step, by a kill, a cut, a fault or a killed rank, and continue.
 
+Or it is lost just before they are formed again ("absent"), or they are stopped while they save in order to grow ("stop").
+
 The end is bit by bit that of a run that was stopped at the step of the loss and continued on the nodes that remained, and
 within rounding that of a run that lost nothing.
 """
@@ -23,12 +25,13 @@ from support.nodes import Cluster, forbidden
 from support.nodes.runs import Run
 
 from ..subject import Report
+from .scenarios import only
 
 NODES, LAST = 3, 120
 PROBE = Path(__file__).parents[2] / "e2e" / "probe"
 BATCH: dict[str, object] = {"train_batch_size": 1, "gradient_accumulation_steps": 2, "max_train_steps": LAST}  # 6 samples
 ROUNDING = 1e-3
-KINDS = ("kill", "cut", "fault", "rank", "back")
+KINDS = ("kill", "cut", "fault", "rank", "absent", "back", "stop")
 
 
 def _group(cluster: Cluster, directory: Path, **options: object) -> Run:
@@ -71,15 +74,41 @@ def _wait_for_generation(run: Run, number: int, seconds: float = 240) -> int:
     raise TimeoutError(f"generation {number} never came: {run.outputs()}")
 
 
-def returned_node(cluster: Cluster, place: Path, victim: int, step: int) -> Report:
-    """A node is lost, comes back as a spare and is taken back: bit by bit as three orderly runs on 3, 2 and 3 nodes."""
-    report = Report(faults=1)
-    others = [node for node in range(NODES) if node != victim]
+def _returning(cluster: Cluster, place: Path, victim: int, step: int) -> tuple[Run, int]:
+    """A run of which a node is lost and comes back as a spare, and the step at which it was lost."""
     run = _group(cluster, place / "run", max_train_steps=100_000, grow_after=10)
     run.wait_for_step(step)
     cluster.kill(victim)
     lost = _wait_for_generation(run, 2)
     run.start_again(victim)
+    return run, lost
+
+
+def stopped_growth(cluster: Cluster, place: Path, victim: int, step: int) -> Report:
+    """Somebody asks for a stop at the moment at which the group saves in order to take a node back: all nodes stop."""
+    report = Report(faults=1)
+    run, _ = _returning(cluster, place, victim, step)
+    directory = RunDirectory(run.directory)
+    deadline = time.monotonic() + 240
+    while time.monotonic() < deadline and len(list(directory.checkpoints.glob("*step-*"))) < 2:  # one that is being saved too
+        time.sleep(0.001)
+    directory.request("stop")
+    codes = run.codes(120)
+    report.expect(codes == [7] * NODES, f"exit codes {codes}: {run.outputs()}")
+    answers = [each.fields["accepted"] for each in directory.events() if each.kind == "control_ack"]
+    report.expect(answers == [True], f"answers {answers}")
+    steps = [each.step for each in directory.events() if each.kind == "step"]
+    report.expect(len(steps) == len(set(steps)), "steps are made twice")
+    saved = [entry.step for entry in CheckpointStore(directory.checkpoints).all()]
+    report.expect(saved[-1] == steps[-1], f"checkpoints {saved}, and the last step is {steps[-1]}")
+    return report
+
+
+def returned_node(cluster: Cluster, place: Path, victim: int, step: int) -> Report:
+    """A node is lost, comes back as a spare and is taken back: bit by bit as three orderly runs on 3, 2 and 3 nodes."""
+    report = Report(faults=1)
+    others = [node for node in range(NODES) if node != victim]
+    run, lost = _returning(cluster, place, victim, step)
     back = _wait_for_generation(run, 3)
     run.wait_for_step(back + 5)
     run.processes[others[0]].send_signal(signal.SIGTERM)
@@ -118,6 +147,8 @@ def play(cluster: Cluster, place: Path, kind: str, victim: int, step: int) -> Re
     """A loss of one of `KINDS`."""
     if kind == "back":
         return returned_node(cluster, place, victim, step)
+    if kind == "stop":
+        return stopped_growth(cluster, place, victim, step)
     return lost_node(cluster, place, kind, victim, step)
 
 
@@ -129,6 +160,11 @@ def lost_node(cluster: Cluster, place: Path, kind: str, victim: int, step: int) 
     if kind in ("kill", "cut"):
         run.wait_for_step(step)
         cluster.kill(victim) if kind == "kill" else cluster.cut(victim)
+    if kind == "absent":
+        run.wait_for_step(step)
+        only(cluster, victim, "launch.worker")[0].kill()
+        _wait_for_generation(run, 2)
+        cluster.kill(victim)
     others = [node for node in range(NODES) if node != victim]
     codes = [run.processes[node].wait(400) for node in others]
     expected = [9, 9] if kind == "rank" else [0, 0]  # a rank that dies at the same step again and again

@@ -112,9 +112,9 @@ class Scene:
             self.remark = f"saved step {entries[-1].step}" if ok else "nothing saved"
 
 
-def _only(scene: Scene, node: int, module: str) -> list[psutil.Process]:
+def only(cluster: Cluster, node: int, module: str) -> list[psutil.Process]:
     """The processes of a node that run this module of smalti."""
-    return [each for each, words in commands(scene.cluster.processes(node)) if f"smalti.{module}" in words[1:4]]
+    return [each for each, words in commands(cluster.processes(node)) if f"smalti.{module}" in words[1:4]]
 
 
 def link_cut(scene: Scene) -> None:
@@ -202,14 +202,14 @@ def power_cut_of_node_0(scene: Scene) -> None:
 
 def worker_killed(scene: Scene) -> None:
     scene.start()
-    _only(scene, 1, "launch.worker")[0].kill()
+    only(scene.cluster, 1, "launch.worker")[0].kill()
     scene.wait()
     scene.expect(9, 9, says="was killed by SIGKILL", saved=True)
 
 
 def agent_killed(scene: Scene) -> None:
     scene.start()
-    _only(scene, 1, "launch.agent")[0].kill()
+    only(scene.cluster, 1, "launch.agent")[0].kill()
     scene.wait()
     scene.report.expect(all(code in (6, 9) for code in scene.codes), f"exit codes {scene.codes}")
     scene.expect(*scene.codes, within=60, saved=True)
@@ -380,7 +380,7 @@ def elastic_link_cut(scene: Scene) -> None:
 
 def elastic_worker_killed(scene: Scene) -> None:
     elastic(scene)
-    _only(scene, 1, "launch.worker")[0].kill()
+    only(scene.cluster, 1, "launch.worker")[0].kill()
     scene.wait()
     scene.expect(0, 0, saved=True)
     scene.report.expect(generations(scene) == [(4, 1), (4, 1)], f"generations {generations(scene)}")

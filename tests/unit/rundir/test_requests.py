@@ -12,7 +12,7 @@ import pytest
 from smalti.builtin.run_directory import Events
 from smalti.errors import UserError
 from smalti.rundir.directory import RunDirectory
-from smalti.rundir.writer import RunWriter, acquire, prepare
+from smalti.rundir.writer import ATTEMPT_VARIABLE, GROUP_VARIABLE, RunWriter, acquire, join, prepare
 from smalti.types import Outcome, RunState, StopReason
 
 
@@ -71,6 +71,29 @@ def test_a_run_that_ends_answers_what_it_cannot_do_any_more(tmp_path: Path) -> N
     event = directory.answer(request, timeout=10)
     assert event is not None
     assert event.text("message") == "the run has ended"
+
+
+def test_what_comes_at_the_end_of_the_main_rank_of_a_group_is_left_to_its_launcher(tmp_path: Path, monkeypatch) -> None:
+    directory, stopped = RunDirectory(tmp_path), threading.Event()
+    with acquire(directory, on_stop=stopped.set) as launcher:
+        monkeypatch.setenv(ATTEMPT_VARIABLE, repr(launcher.record.started))
+        monkeypatch.setenv(GROUP_VARIABLE, "{}")
+        with join(directory) as main:
+            main.begin_training()
+            request = directory.request("stop")
+        assert _acks(directory) == []
+        launcher.begin_generation(2)
+        assert stopped.wait(20)
+    assert _acks(directory) == [(request.id, True, "stopping before the first step: there is nothing to save")]
+
+
+def test_a_stop_that_somebody_asks_for_replaces_the_same_one_of_a_plugin(tmp_path: Path) -> None:
+    directory, state = RunDirectory(tmp_path), RunState(max_steps=9, step=3)
+    with acquire(directory) as writer:
+        state.request_stop(StopReason.REQUESTED, "in order to start again")
+        directory.request("stop")
+        Events(writer)._answer(writer, state)
+    assert (state.stop_reason, state.stop_message) == (StopReason.REQUESTED, "")
 
 
 def test_a_request_to_a_run_that_died_does_not_stop_the_next_one(tmp_path: Path) -> None:

@@ -250,11 +250,10 @@ def _refused(directory: RunDirectory, request: Request) -> bool:
 
 def _stop_before_first_step(processes: _Processes, received: list[int], writer: RunWriter | None) -> LaunchResult:
     """Before the first step there is nothing to save except encoded samples."""
-    number = received[0]
     _terminate(processes, received)
     if writer is not None and writer.stop_request:
         return ExitCode.STOPPED, STOPPED_EARLY
-    code = ExitCode.INTERRUPTED if number == signal.SIGINT else ExitCode.PREEMPTED
+    code = ExitCode.INTERRUPTED if received[0] == signal.SIGINT else ExitCode.PREEMPTED
     return code, "stopped before the first step; nothing was changed"
 
 

@@ -201,16 +201,19 @@ class RunWriter:
         self.close()
 
     def close(self) -> None:
-        """Release the directory, unless the process that launched the run still owns it. Refuses late requests."""
+        """Release the directory, unless the process that launched the run still owns it. Refuses late requests.
+
+        The main rank of a group of nodes leaves them to its launcher, which starts ranks again or ends the run.
+        """
         if self._closing.is_set():
             return
         self._closing.set()
         self._thread.join()
-        if self.ownership.confirm():
+        last = self._worker is None or (self.record.process is not None and self.record.process.alive() is False)
+        if self.ownership.confirm() and (last or GROUP_VARIABLE not in os.environ):
             self._refuse_requests("the run has ended")
         self.events.close()
         self._restorer.close()
-        last = self._worker is None or (self.record.process is not None and self.record.process.alive() is False)
         if last and self._owns(self.directory.heartbeat()):
             self.directory.heartbeat_file.unlink(missing_ok=True)
 

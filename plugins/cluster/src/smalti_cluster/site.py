@@ -116,10 +116,11 @@ class NodesSite(LaunchSite):
         with stop_on_drain(config):
             if self.group is not None:
                 nodes = self.nodes
-                present, attempt, late = (1, None, False) if nodes is None else (nodes.present, nodes.attempt, nodes.late)
+                alone = ((config[LaunchOptions].machine_rank,), None, False)
+                members, attempt, late = alone if nodes is None else (nodes.members, nodes.attempt, nodes.late)
                 self.group.writer = self.writer
                 try:
-                    return self.group.run(present, attempt, standby, late=late)
+                    return self.group.run(members, attempt, standby, late=late)
                 finally:
                     self.writer = self.group.writer
             launch = config[LaunchOptions]

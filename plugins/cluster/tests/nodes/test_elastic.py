@@ -86,6 +86,34 @@ def test_a_group_takes_back_a_node_that_waits_as_a_spare_and_loses_no_step(two_n
     assert states == ["starting", "running", "restarting", "restarting", "running", "stopped"]
 
 
+def test_a_stop_that_comes_while_a_group_saves_in_order_to_grow_stops_all_its_nodes(two_nodes, tmp_path):
+    own = {node: {"nodes": "1:2", "rendezvous_timeout": 6} for node in (0, 1)}
+    options = {**BATCH, "max_train_steps": 100_000, "env": probed("request:0:0")}
+    run = Run(two_nodes, tmp_path / "run", ranks=1, own=own, grow_after=1, **options)
+    two_nodes.kill(1)
+    deadline = time.monotonic() + 90
+    while run.step < 2 and time.monotonic() < deadline:
+        time.sleep(0.1)
+    run.start_again(1)
+    assert run.codes(90) == [7, 7], run.outputs()
+    events = list(RunDirectory(run.directory).events())
+    assert [each.fields["accepted"] for each in events if each.kind == "control_ack"] == [True]
+    [saved] = [int(path.name.removeprefix("step-")) for path in RunDirectory(run.directory).checkpoints.glob("step-*")]
+    assert [each.step for each in events if each.kind == "step"][-1] == saved
+    assert "stopped while the group of nodes was formed; saved checkpoints are intact" in run.outputs()[0]
+
+
+def test_a_node_that_dies_before_its_group_is_formed_again_is_named_and_left_out(two_nodes, tmp_path):
+    run = elastic(two_nodes, tmp_path / "run", env=probed("kill:1:4"), rendezvous_timeout=8)
+    deadline = time.monotonic() + 90
+    while len(generations(run.directory)) < 2 and time.monotonic() < deadline:
+        time.sleep(0.02)
+    two_nodes.kill(1)  # it has said that it takes part
+    assert run.processes[0].wait() == 0, run.outputs()
+    assert generations(run.directory) == [(1, 2, 1), (2, 2, 1), (3, 1, 2)], run.outputs()
+    assert "; generation 2 was not formed: node 1 did not come within 8 s" in run.outputs()[0]
+
+
 def probed(spoil: str, **more: str) -> dict[str, str]:
     path = os.pathsep.join(filter(None, (str(PROBE), os.environ.get("PYTHONPATH"))))
     return {"PYTHONPATH": path, "PROBE_SPOIL": spoil, **more}

@@ -18,7 +18,7 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -37,7 +37,7 @@ from smalti.launch import (
     run_workers,
     yaml_text,
 )
-from smalti.rundir import ENDINGS, POLL_SECONDS, STALE_SECONDS, RunDirectory, RunWriter
+from smalti.rundir import ENDINGS, POLL_SECONDS, STALE_SECONDS, STOPPED_EARLY, RunDirectory, RunWriter
 from smalti.system import atomic_write, write_json_atomically
 from smalti_cluster.elastic.excluded import exclude
 from smalti_cluster.elastic.messages import (
@@ -61,6 +61,8 @@ _TURN_SECONDS = 0.5
 _BEAT_SECONDS = 1.0
 """How often the heartbeat of the host is read."""
 _STOPPED = "stopped while the group of nodes was formed; saved checkpoints are intact"
+_REQUESTED: Mapping[object, ExitCode] = {"interrupted": ExitCode.INTERRUPTED, "preempted": ExitCode.PREEMPTED}
+"""With what a group ends that a signal to one of its nodes has stopped while no ranks trained."""
 _SAVE_SECONDS = 30.0
 """A checkpoint that is being saved by a rank of the last generation is waited for, as long as it grows within this time."""
 
@@ -90,14 +92,16 @@ class Group:
         self._received: list[int] = []
         self._late = False
 
-    def run(self, present: int, attempt: float | None, standby: StandbyLauncher | None, *, late: bool = False) -> LaunchResult:
-        """Run to the end of the last generation. `present` nodes start, `attempt` is that of the first host.
+    def run(
+        self, members: tuple[int, ...], attempt: float | None, standby: StandbyLauncher | None, *, late: bool = False
+    ) -> LaunchResult:
+        """Run to the end of the last generation. The nodes `members` start, `attempt` is that of the first host.
 
         `late`: the group trains already, and this node is a spare until it starts again.
         """
         self._late = late
         with received_signals() as self._received:
-            found = self._first(present) if self.writer is not None else self._next_of_host(attempt)
+            found = self._first(members) if self.writer is not None else self._next_of_host(attempt)
             while isinstance(found, Generation):
                 begun = time.time()
                 ended, group = self._run(found, begun, standby)
@@ -109,6 +113,7 @@ class Group:
 
     def _run(self, generation: Generation, begun: float, standby: StandbyLauncher | None) -> tuple[Ended, GroupEnd | None]:
         config = self._sizes.configs[generation.used]
+        self._late = self._late or self._options.machine_rank not in generation.members
         plan = self._plan(config)
         if plan.accelerate_file is not None:
             atomic_write(plan.accelerate_file, yaml_text(plan.accelerate).encode())
@@ -126,13 +131,13 @@ class Group:
                 digest=self._config.digest,
                 writer=self.writer,
                 standby=standby,
-                ended_elsewhere=self._watch_host() if self.writer is None else lambda: None,
+                ended_elsewhere=self._watch_host(generation) if self.writer is None else lambda: None,
             )
             return ended, read_group_end(file)
 
-    def _watch_host(self) -> Callable[[], LaunchResult | None]:
+    def _watch_host(self, generation: Generation) -> Callable[[], LaunchResult | None]:
         """What `run_workers` asks for on a node that is not the host. How long the host is silent is counted from now on."""
-        node_0, looked = LaunchOfNode0(self._directory), time.monotonic()
+        node_0, looked = LaunchOfNode0(self._directory, generation.attempt), time.monotonic()
 
         def stopped_early() -> LaunchResult | None:
             nonlocal looked
@@ -217,7 +222,9 @@ class Group:
         """The next generation, or the result of this node."""
         code, message = ended.code, ended.message
         if ended.final:
-            return code, message
+            request = self.writer.stop_request if self.writer is not None else None
+            again = generation.number > 1 and message == STOPPED_EARLY
+            return _REQUESTED.get(request and request.details.get("reason"), code), _STOPPED if again else message
         if group is not None and group.end is not None:
             return ExitCode(group.end[0]), group.end[1]
         if group is not None and not group.count:
@@ -235,26 +242,27 @@ class Group:
             return code, f"{message}\n  this node has left the group; the others continue without it"
         if self.writer is None:
             return self._next_of_host(generation.attempt, generation)
-        present = generation.present if group is None or group.again is None else len(group.again)
-        return self._next(generation, present, code, _reason(group, message))
+        members = generation.members if group is None or group.again is None else group.again
+        return self._next(generation, members, code, _reason(group, message))
 
     def _hand_over(self, generation: Generation, group: GroupEnd | None) -> None:
         """Let another node become the host."""
         if self.writer is None:
             return
-        present = len(group.again) if group is not None and group.again is not None else generation.present - 1
-        self._write(replace(generation, handed_over=True, present=present))
+        others = tuple(each for each in generation.members if each != self._options.machine_rank)
+        members = group.again if group is not None and group.again is not None else others
+        self._write(replace(generation, handed_over=True, members=members))
         self.writer.close()
         self.writer = None
 
-    def _first(self, present: int) -> Generation | LaunchResult:
+    def _first(self, members: tuple[int, ...]) -> Generation | LaunchResult:
         names = tuple(self._checkpoints()) if self._config[RunOptions].resume_from_checkpoint != "latest" else ()
         first = Generation(
-            number=1, attempt=0.0, host=0, address="", port=0, present=present, used=0, checkpoints=names, step=self._step()
+            number=1, attempt=0.0, host=0, address="", port=0, members=members, used=0, checkpoints=names, step=self._step()
         )
         return self._formed(first, ExitCode.PREFLIGHT, "")
 
-    def _next(self, last: Generation, present: int, code: ExitCode, message: str) -> Generation | LaunchResult:
+    def _next(self, last: Generation, members: tuple[int, ...], code: ExitCode, message: str) -> Generation | LaunchResult:
         """On the host: the generation after the last one. The result of the run if there is none."""
         assert self.writer is not None
         step = self._step()
@@ -263,7 +271,7 @@ class Group:
             again = f"--max_restarts={self._cluster.restarts}"
             return code, f"{message}\n  the group is not started again: no step since {last.restarts} restarts ({again})"
         following = replace(
-            last, number=last.number + 1, present=present, message=message.partition("\n")[0], step=step, restarts=restarts
+            last, number=last.number + 1, members=members, message=message.partition("\n")[0], step=step, restarts=restarts
         )
         return self._formed(replace(following, handed_over=False), code, message)
 
@@ -330,11 +338,12 @@ class Group:
         if last is None:
             return ExitCode.KILLED, "node 0 was lost before the first generation"
         expected = last.present if last.handed_over else max(1, last.present - 1)
-        present = 1 + waiting.count(expected - 1, except_rank=self._options.machine_rank)
+        own = self._options.machine_rank
+        members = (own, *waiting.there(expected - 1, except_rank=own))
         message = f"node {last.host} {'has left the group' if last.handed_over else 'was lost'}"
-        if present < expected:
-            message += f", and {_nodes(expected - present)} more"
-        return self._next(last, present, ExitCode.KILLED, message)
+        if len(members) < expected:
+            message += f", and {_nodes(expected - len(members))} more"
+        return self._next(last, members, ExitCode.KILLED, message)
 
     # --- the run directory ------------------------------------------------------------------------------------------
 
@@ -393,7 +402,7 @@ class SaveWatch:
 def _reason(group: GroupEnd | None, message: str) -> str:
     """Why a generation has ended, in a sentence about nodes if one of them is gone."""
     parts = [f"{', '.join(group.lost)} lost"] if group is not None and group.lost else []
-    parts += [f"{each} has left" for each in group.left] if group is not None else []
+    parts += [*(f"{each} has left" for each in group.left), *filter(None, [group.error])] if group is not None else []
     return "; ".join(parts) or message
 
 

@@ -42,9 +42,9 @@ class Generation:
     """A group of nodes from its forming to its end: the content of `nodes/generation.json`, written by its host.
 
     The host is the node whose launcher owns the run directory; its agent keeps the store through which the others meet, and it
-    gets rank 0. `attempt` is that of the host. `present` nodes meet and `used` of them train. `step` is the last one before it,
-    `restarts` counts those since a step was made. `checkpoints` are those that were there when the run was started. `message`
-    says what happened, `handed_over` that the host has left the group.
+    gets rank 0. `attempt` is that of the host. The nodes `members` meet and `used` of them train. `step` is the last one
+    before it, `restarts` counts those since a step was made. `checkpoints` are those that were there when the run was started.
+    `message` says what happened, `handed_over` that the host has left the group.
     """
 
     number: int
@@ -52,13 +52,18 @@ class Generation:
     host: int
     address: str
     port: int
-    present: int
+    members: tuple[int, ...]
     used: int
     step: int = 0
     restarts: int = 0
     checkpoints: tuple[str, ...] = ()
     message: str = ""
     handed_over: bool = False
+
+    @property
+    def present(self) -> int:
+        """How many nodes meet."""
+        return len(self.members)
 
     @property
     def run_id(self) -> str:
@@ -70,7 +75,7 @@ def read_generation(directory: Path) -> Generation | None:
     """The current generation of the run in this directory; None if there is none."""
     with suppress(OSError, ValueError, TypeError):
         content = load_json(read_regular(directory / GENERATION_FILE))
-        return Generation(**{**content, "checkpoints": tuple(content["checkpoints"])})
+        return Generation(**{**content, **{name: tuple(content[name]) for name in ("checkpoints", "members")}})
     return None
 
 
@@ -78,8 +83,8 @@ def read_generation(directory: Path) -> Generation | None:
 class Place:
     """A node in a generation. `address` is its own, `most` the number of nodes that the run may have, `seconds` how long it
     waits for the others, `directory` that of the run, `begun` when it was started (in unix seconds), `end` the file for its
-    `GroupEnd`. `late`: the generation trains already, so this node waits. `sizes` are the usable numbers of nodes, `grow_after`
-    is the option.
+    `GroupEnd`. `late`: the generation is formed without this node, which waits. `sizes` are the usable numbers of nodes,
+    `grow_after` is the option.
     """
 
     generation: Generation

@@ -44,6 +44,8 @@ LOST_SECONDS = 20.0
 """A node without a keep-alive for this long is lost, so within 30 s."""
 STORE_SECONDS = 10
 """How long a request to the store may take."""
+FORM_SECONDS = 60
+"""How long a generation after the first one waits for the nodes that take part in it, which were all there just before."""
 _POLL_SECONDS = 0.5
 _HERE, _ENDED, _RANKS = "smalti/here/", "smalti/ended/", "smalti/machine/"
 
@@ -74,6 +76,12 @@ class GroupMember:
         self._handler: Any = None
         self._local = 1
         self._trains = threading.Event()
+
+    @property
+    def _seconds(self) -> int:
+        """How long the nodes of this generation wait for each other."""
+        seconds = self._place.seconds
+        return seconds if self._place.generation.number == 1 else min(seconds, FORM_SECONDS)
 
     # --- torch ------------------------------------------------------------------------------------------------------
 
@@ -131,10 +139,10 @@ class GroupMember:
             rdzv_endpoint=f"{generation.address}:{generation.port}",
             rdzv_configs={
                 "is_host": self._place.is_host,
-                "join_timeout": self._place.seconds,
+                "join_timeout": self._seconds,
                 "last_call_timeout": 1,
                 "keep_alive_interval": KEEP_ALIVE_SECONDS,
-                "read_timeout": STORE_SECONDS if self._place.is_host else self._place.seconds,
+                "read_timeout": STORE_SECONDS if self._place.is_host else self._seconds,
             },
             max_restarts=0,
             local_addr=self._place.address,
@@ -146,17 +154,20 @@ class GroupMember:
 
         self._handler, place = handler, self._place
         try:
-            handler._store.set(f"{_HERE}{place.machine_rank}", repr(handler._this_node))
             if place.late:
                 self._show_waiting()
+            if place.machine_rank not in place.generation.members:
+                _wait_until_formed(handler)
+            handler._store.set(f"{_HERE}{place.machine_rank}", repr(handler._this_node))
             found = meet(handler)
+            store = found.store
+            store.set(f"{_RANKS}{found.rank}", str(place.machine_rank))
+            machines = [int(value) for value in store.multi_get([f"{_RANKS}{rank}" for rank in range(found.world_size)])]
         except (RendezvousError, RuntimeError) as error:
             reason = str(error).partition("\n")[0].strip() or type(error).__name__
             self._end = replace(self._end, error=f"generation {place.generation.number} was not formed: {reason}")
             sys.exit(int(ExitCode.KILLED))
-        store, used = found.store, place.generation.used
-        store.set(f"{_RANKS}{found.rank}", str(place.machine_rank))
-        machines = [int(value) for value in store.multi_get([f"{_RANKS}{rank}" for rank in range(found.world_size)])]
+        used = place.generation.used
         order = sorted(machines, key=lambda machine: (machine != place.generation.host, machine))
         rank = order.index(place.machine_rank)
         if rank >= used:
@@ -227,6 +238,9 @@ class GroupMember:
         """On the host: wait until every other node has posted what it does, or is lost."""
         store, holder, machines = self._handler._store, self._handler._state_holder, range(self._place.most)
         here = {machine: store.get(f"{_HERE}{machine}").decode() for machine in machines if store.check([f"{_HERE}{machine}"])}
+        if self._end.error and (absent := [f"node {each}" for each in self._place.generation.members if each not in here]):
+            formed = f"generation {self._place.generation.number} was not formed"
+            self._end = replace(self._end, error=f"{formed}: {', '.join(absent)} did not come within {self._seconds} s")
         lost: set[int] = set()
         posts: dict[int, dict[str, Any]] = {}
         while waiting := here.keys() - posts.keys() - lost:
@@ -244,6 +258,14 @@ class GroupMember:
             lost=tuple(f"node {each}" for each in sorted(lost)),
             end=(cast(int, ends[0]["code"]), cast(str, ends[0]["message"])) if ends else None,
         )
+
+
+def _wait_until_formed(handler: Any) -> None:
+    """A node that is no member would take the place of one that is still to come."""
+    holder = handler._state_holder
+    while not (holder.state.complete or holder.state.closed):
+        time.sleep(_POLL_SECONDS)
+        holder.sync()
 
 
 def _host_is_lost() -> bool:

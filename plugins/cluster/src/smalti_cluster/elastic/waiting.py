@@ -38,14 +38,14 @@ class WaitingNodes:
             self._folder.mkdir(exist_ok=True)
             Path(self._folder, f"waiting-{machine_rank}").write_text(f"{secrets.token_hex(4)} {self._beat}")
 
-    def count(self, expected: int, *, except_rank: int) -> int:
-        """How many others are there. Waits `_COUNT_SECONDS` if they are fewer than expected."""
+    def there(self, expected: int, *, except_rank: int) -> list[int]:
+        """Which others are there. Waits `_COUNT_SECONDS` if they are fewer than expected."""
         before, there = self.read(except_rank), set[str]()
         deadline = time.monotonic() + _COUNT_SECONDS
         while len(there) < expected and time.monotonic() < deadline:
             time.sleep(POLL_SECONDS)
             there |= {name for name, text in self.read(except_rank).items() if text and before.get(name) != text}
-        return len(there)
+        return sorted(int(name.removeprefix("waiting-")) for name in there)
 
     def read(self, except_rank: int = -1) -> dict[str, str]:
         """The content of each file, by its name."""

@@ -12,12 +12,12 @@ _CHECK_SECONDS = 1.0
 
 
 class LaunchOfNode0:
-    """The same launch on node 0, as seen in the run directory by another node."""
+    """The same launch on node 0, as seen in the run directory by another node. `attempt` is its own; None for the one now."""
 
-    def __init__(self, directory: RunDirectory) -> None:
+    def __init__(self, directory: RunDirectory, attempt: float | None = None) -> None:
         self._directory = directory
         heartbeat = directory.heartbeat()
-        self._attempt = heartbeat.started if heartbeat is not None else None
+        self._attempt = attempt or (heartbeat.started if heartbeat is not None else None)
         self._checked_at = time.monotonic()
 
     def stopped_early(self) -> LaunchResult | None:

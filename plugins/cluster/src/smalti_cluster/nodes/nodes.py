@@ -95,9 +95,10 @@ class Nodes:
         self._announced = 0.0
         self._refused: list[str] = []
         self.late = False
-        self._least, self.present = node_range(config)
+        self._least, most = node_range(config)
+        self.members = tuple(range(most))
         self._timeout, self._elastic = config[ClusterOptions].rendezvous_timeout, is_elastic(config)
-        self._others = set(range(self.present)) - {self._options.machine_rank}
+        self._others = set(self.members) - {self._options.machine_rank}
         self._own = Node(
             machine_rank=self._options.machine_rank,
             attempt=0.0,
@@ -134,7 +135,7 @@ class Nodes:
                 if heartbeat.alive() or self._directory.heartbeat_watch.changed:
                     with suppress(OSError):
                         write_json_atomically(self._folder / f"refused-{self._own.token}", self._own.host)
-                    raise ConfigError([_taken(other, self.present)])
+                    raise ConfigError([_taken(other, len(self.members))])
             time.sleep(POLL_SECONDS)
 
     def announce(self, attempt: float) -> None:
@@ -183,7 +184,7 @@ class Nodes:
             here = ", ".join(node.name for node in (self._own, *present.values()))
             self._notice.print(waited, f"waiting for {self._named(missing)}, for {waited:.0f} of {seconds} s; present: {here}")
         self._checks.run(events)
-        self.present = len(present) + 1
+        self.members = tuple(sorted({self._options.machine_rank, *present}))
         self._write(replace(self._own, agreed={str(rank): node.token for rank, node in present.items()}))
 
     def _say_refused(self) -> None:
