@@ -67,6 +67,10 @@ check: lint
 test-gpu-day: $(VENV)/dev.done $(VENV)/compiled.done
 	SMALTI_TEST=whole $(TEST_ENV) $(BIN)/python -m pytest tests/bench/test_gpu_day.py tests/bench/test_cluster_day.py $(ARGS)
 
+# Losses of workers, nodes and drivers on a real Ray cluster; `make test` has the shortest of them.
+test-ray: $(VENV)/dev.done
+	SMALTI_TEST=whole $(TEST_ENV) $(BIN)/python -m pytest plugins/ray/tests $(ARGS)
+
 # What of the checks is no test: `make test` runs those of tests/meta too.
 lint: $(VENV)/dev.done
 	$(BIN)/ruff format --check .

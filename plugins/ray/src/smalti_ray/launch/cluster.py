@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,6 +21,7 @@ from smalti_ray.launch.worker import Worker
 _NODE_LABEL = "ray.io/node-id"
 _SAY_SECONDS = 30.0
 """How often the wait for resources is told."""
+_REACH_SECONDS = 10.0
 POLL_SECONDS = 0.5
 
 
@@ -47,13 +49,21 @@ class Needs:
 def connect(address: str) -> None:
     """Connect this process to the cluster. Raises UserError if there is none, or one of another version."""
     try:
+        _reach(address)
         ray.init(address=address, logging_level="warning", log_to_driver=True, namespace="smalti")
-    except ConnectionError as error:
+    except OSError as error:
         fix = "ray start --head on one machine, and --address=ITS_ADDRESS:6379; or --address=local to start one here"
         raise UserError(f"there is no Ray cluster at --address={address}: {_line(error)}", fix=fix) from error
     except (RuntimeError, ValueError) as error:
         fix = "use the same Ray and Python on the cluster and here"
         raise UserError(f"the Ray cluster at --address={address} cannot be used: {_line(error)}", fix=fix) from error
+
+
+def _reach(address: str) -> None:
+    """Raises OSError if nothing listens there: Ray itself would try again without end."""
+    host, _, port = address.rpartition(":")
+    if port.isdigit() and "/" not in host:
+        socket.create_connection((host, int(port)), timeout=_REACH_SECONDS).close()
 
 
 def _line(error: Exception) -> str:

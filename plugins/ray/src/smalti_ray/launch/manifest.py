@@ -9,9 +9,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from smalti import UserError
+from smalti_cluster.jobs.job import yaml_of
 
 _CONFIG_FOLDER = "/etc/smalti"
 
@@ -69,7 +68,7 @@ def manifest(name: str, options: ManifestOptions, file: Path | None, words: Sequ
             },
         },
     }
-    return yaml.safe_dump_all([*documents, job], sort_keys=False, width=120).rstrip("\n")
+    return yaml_of([*documents, job]).rstrip("\n")
 
 
 def _template(name: str, options: ManifestOptions, *, mounted: bool, worker: bool) -> dict[str, Any]:
@@ -87,7 +86,7 @@ def _template(name: str, options: ManifestOptions, *, mounted: bool, worker: boo
         "name": "ray-worker" if worker else "ray-head",
         "image": options.image,
         "workingDir": options.mount,
-        **({"resources": {"requests": amounts, "limits": amounts}} if worker else {}),
+        **({"resources": {"requests": amounts, "limits": dict(amounts)}} if worker else {}),
         "volumeMounts": mounts,
     }
     grace = {"terminationGracePeriodSeconds": 300} if worker else {}

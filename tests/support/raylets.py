@@ -24,12 +24,17 @@ for line in sys.stdin:
         print(cluster.address, nodes[-1].node_id, nodes[-1].all_processes["raylet"][0].process.pid, flush=True)
 """
 """Adds a raylet for each line `add CORES`, and says the address of the cluster, the node's id and the raylet's process."""
-PATIENT = {
+_PATIENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_raylet_start_wait_time_s": "120",
     "RAY_worker_register_timeout_seconds": "120",
     "RAY_health_check_failure_threshold": "30",
 }
+
+
+def environment() -> dict[str, str]:
+    """For Ray's processes: nothing of the tests' own settings, and more time to start."""
+    return {**{name: value for name, value in os.environ.items() if not name.startswith("SMALTI_")}, **_PATIENT}
 
 
 class Raylets:
@@ -45,7 +50,7 @@ class Raylets:
             stdout=subprocess.PIPE,
             stderr=self._log,
             text=True,
-            env={**os.environ, **PATIENT},
+            env=environment(),
             start_new_session=True,
         )
         with suppress(OSError):  # Ray gives each of its parts 15 s to start, on a machine with other tests too
@@ -64,11 +69,21 @@ class Raylets:
         self.nodes.append((answer[1], int(answer[2])))
 
     def kill(self, number: int) -> None:
-        """End a raylet at once, and with it the processes that it has started, as when its machine is lost."""
-        raylet = psutil.Process(self.nodes[number][1])
-        children = raylet.children(recursive=True)
-        for each in (raylet, *children):
-            each.kill()
+        """End a raylet at once, which Ray's processes on its node notice."""
+        psutil.Process(self.nodes[number][1]).kill()
+
+    def lose(self, number: int) -> None:
+        """End a raylet and all that runs on its node at once, as when its machine is lost."""
+        raylet = self.nodes[number][1]
+        for each in [each for each in psutil.process_iter() if _raylet_of(each) == raylet or each.pid == raylet]:
+            with suppress(psutil.NoSuchProcess):
+                each.kill()
+
+    def drain(self, number: int) -> None:
+        """Announce that a node will be taken away, as a cloud does before it ends a spot machine."""
+        command = ["ray", "drain-node", "--address", self.address, "--node-id", self.nodes[number][0]]
+        reason = ["--reason", "DRAIN_NODE_REASON_PREEMPTION", "--reason-message", "spot", "--deadline-remaining-seconds", "600"]
+        subprocess.run([str(Path(sys.executable).with_name(command[0])), *command[1:], *reason], check=True, env=environment())
 
     def processes(self, number: int) -> list[psutil.Process]:
         return psutil.Process(self.nodes[number][1]).children(recursive=True)
@@ -79,7 +94,18 @@ class Raylets:
             with suppress(psutil.NoSuchProcess):
                 each.kill()
         self._host.wait()
+        for pipe in (self._host.stdin, self._host.stdout):
+            assert pipe is not None
+            with suppress(BrokenPipeError):
+                pipe.close()
         self._log.close()
+
+
+def _raylet_of(process: psutil.Process) -> int:
+    """The raylet that has started a process, or the worker of Ray from which it comes; 0 if none has."""
+    with suppress(psutil.Error):
+        return int(process.environ().get("RAY_RAYLET_PID", "0"))
+    return 0
 
 
 def _session_of(pid: int) -> int:
