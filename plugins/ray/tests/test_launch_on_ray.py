@@ -111,10 +111,10 @@ def local(tmp_path_factory) -> dict[str, torch.Tensor]:
 
 def lose(what: str, raylets: Raylets, launch: Launch) -> None:
     if what == "worker":
-        actor = next(each for each in raylets.processes(1) if "ray::" in "".join(each.cmdline()))
+        [actor] = [each for each in raylets.processes(len(raylets.nodes) - 1) if " ".join(each.cmdline()).rstrip().endswith(".run")]
         actor.kill()
     elif what == "raylet":
-        raylets.kill(1)
+        raylets.kill(len(raylets.nodes) - 1)
         raylets.add()
     elif what == "driver":
         os.killpg(launch.process.pid, signal.SIGKILL)

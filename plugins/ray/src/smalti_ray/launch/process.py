@@ -14,6 +14,7 @@ import signal
 import sys
 import threading
 from collections.abc import Sequence
+from contextlib import suppress
 
 
 def main() -> None:
@@ -43,7 +44,8 @@ def run(requests: int, result: int, words: Sequence[str]) -> None:
         code = end.code if isinstance(end.code, int) else int(end.code is not None)
         raise
     finally:
-        os.write(result, f"{code}".encode())
+        with suppress(BrokenPipeError):  # Ray's worker is lost
+            os.write(result, f"{code}".encode())
 
 
 if __name__ == "__main__":
