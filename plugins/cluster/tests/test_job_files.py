@@ -431,7 +431,12 @@ def test_the_command_of_the_task_asks_each_machine_which_node_it_is(tmp_path):
     variables = {"SKYPILOT_NUM_NODES": "2", "SKYPILOT_NODE_RANK": "1", "SKYPILOT_NODE_IPS": "10.0.0.4\n10.0.0.5"}
     environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", **variables}
     words = subprocess.run(["bash", "-c", task["run"]], env=environment, capture_output=True, text=True, check=True).stdout
-    assert words.split()[-4:] == ["--no_shared_output_dir", "--num_machines=2", "--machine_rank=1", "--main_process_ip=10.0.0.4"]
+    assert words.split()[-4:] == [
+        "--no_shared_output_dir",
+        "--num_machines=2",
+        "--machine_rank=1",
+        "--main_process_ip=10.0.0.4",
+    ]
 
 
 def test_a_task_whose_checkpoints_would_be_lost_or_that_names_no_gpus_is_refused():

@@ -43,7 +43,7 @@ def test_a_configuration_that_no_number_of_workers_can_train_is_refused_before_r
 
 def test_an_address_without_a_cluster_is_named_with_what_to_do(tmp_path):
     words = given(tmp_path, "--workers=2", "--address=127.0.0.1:1")
-    with pytest.raises(UserError, match="no Ray cluster at --address=127.0.0.1:1") as raised:
+    with pytest.raises(UserError, match=r"no Ray cluster at --address=127\.0\.0\.1:1") as raised:
         CliRunner().invoke(ray, words, catch_exceptions=False, standalone_mode=False)
     assert "ray start --head" in raised.value.fix
     assert raised.value.exit_code == 2

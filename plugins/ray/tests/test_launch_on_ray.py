@@ -44,9 +44,7 @@ class Launch:
 
     def start(self) -> None:
         with self.log.open("a") as log:
-            self.process = subprocess.Popen(
-                self._command, stdout=log, stderr=log, start_new_session=True, env=environment()
-            )
+            self.process = subprocess.Popen(self._command, stdout=log, stderr=log, start_new_session=True, env=environment())
 
     @property
     def output(self) -> str:
@@ -111,7 +109,9 @@ def local(tmp_path_factory) -> dict[str, torch.Tensor]:
 
 def lose(what: str, raylets: Raylets, launch: Launch) -> None:
     if what == "worker":
-        [actor] = [each for each in raylets.processes(len(raylets.nodes) - 1) if " ".join(each.cmdline()).rstrip().endswith(".run")]
+        [actor] = [
+            each for each in raylets.processes(len(raylets.nodes) - 1) if " ".join(each.cmdline()).rstrip().endswith(".run")
+        ]
         actor.kill()
     elif what == "raylet":
         raylets.kill(len(raylets.nodes) - 1)

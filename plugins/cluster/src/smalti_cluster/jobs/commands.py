@@ -190,7 +190,9 @@ def kubernetes(
 )
 @_ARGUMENTS
 @click.option("--gpus", required=True, help="GPUs of each machine, as in H100:8, one rank for each.")
-@click.option("--bucket", required=True, help="Where checkpoints go, as in s3://BUCKET/first. A new machine resumes from there.")
+@click.option(
+    "--bucket", required=True, help="Where checkpoints go, as in s3://BUCKET/first. A new machine resumes from there."
+)
 @click.option("--nodes", type=click.IntRange(min=1), default=1, show_default=True, help="Number of machines.")
 @click.option("--spot", is_flag=True, help="Rent spot machines, which may be taken away.")
 @click.option("--setup", multiple=True, help="A line of shell that installs smalti there. May be repeated.")

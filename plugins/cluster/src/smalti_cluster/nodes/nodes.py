@@ -36,8 +36,8 @@ from smalti_cluster.options import ClusterOptions, is_elastic, node_range
 from smalti_cluster.schedulers.hostlist import expand_hostlist
 
 EXPECTED_VARIABLE = "EXPECTED_SMALTI_NODES"
-"""The environment variable with the machine ranks that start together, as in "0,2": a launcher knows which are not there yet. Not
-SMALTI_*, which are options.
+"""The environment variable with the machine ranks that start together, as in "0,2": a launcher knows which are not there yet.
+SMALTI_* are options.
 """
 _CHECK_SECONDS = 2.0
 """How often node 0 looks at the others while it scans the data."""

@@ -169,7 +169,7 @@ class Placement:
 
 
 def numbers(workers: Sequence[int]) -> str:
-    """ "worker 1", "workers 1 and 3"."""
+    """These workers in words: "worker 1", "workers 1 and 3"."""
     words = [str(each) for each in sorted(workers)]
     joined = " and ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
     return f"worker{'' if len(words) == 1 else 's'} {joined}"

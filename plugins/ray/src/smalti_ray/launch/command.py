@@ -40,7 +40,9 @@ _WORKERS = re.compile(r"([1-9]\d*)(?::([1-9]\d*))?")
 @click.option("--address", help="Address of the cluster. Default: RAY_ADDRESS, else the cluster of this machine.")
 @click.option("--gpus_per_worker", type=click.IntRange(min=1), help="GPUs of each worker, one rank for each. Default: 1.")
 @click.option("--cpus_per_worker", type=click.IntRange(min=1), default=1, show_default=True, help="Cores of each worker.")
-@click.option("--wait_seconds", type=click.IntRange(min=0), default=600, show_default=True, help="How long to wait for resources.")
+@click.option(
+    "--wait_seconds", type=click.IntRange(min=0), default=600, show_default=True, help="How long to wait for resources."
+)
 @click.option(
     "--restarts", type=click.IntRange(min=0), default=3, show_default=True, help="New starts of all workers without a new step."
 )
@@ -83,7 +85,9 @@ def ray(
     assert directory is not None, "a checked configuration has one"
     name = job_name(directory.name)
     if dry_run:
-        options = ManifestOptions(image=image, claim=claim, mount=mount, gpus=gpus, cpus=cpus_per_worker, least=least, most=most)
+        options = ManifestOptions(
+            image=image, claim=claim, mount=mount, gpus=gpus, cpus=cpus_per_worker, least=least, most=most
+        )
         click.echo(manifest(name, options, line.file, _words()) if image or claim else job_command(_words()))
         return
     from smalti_ray.launch.cluster import Needs, connect
@@ -116,7 +120,11 @@ def worker_range(text: str) -> tuple[int, int]:
 
 def _worker_config(words: Sequence[str], least: int, most: int, processes: int) -> Config:
     """The configuration as worker 0 has it."""
-    several = [f"--nodes={most if least == most else f'{least}:{most}'}", f"--num_machines={most}", "--main_process_ip=worker-0"]
+    several = [
+        f"--nodes={most if least == most else f'{least}:{most}'}",
+        f"--num_machines={most}",
+        "--main_process_ip=worker-0",
+    ]
     return CommandLine.parse([*words, f"--num_processes={most * processes}", *(several if most > 1 else [])]).config()
 
 

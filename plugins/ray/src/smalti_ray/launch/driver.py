@@ -1,8 +1,8 @@
 """A run on Ray from its first worker to its end. Ray places workers and says which are lost; as a group of nodes they train.
 
-What the group does itself (`smalti_cluster.elastic`): it continues without a lost worker, with the same effective batch, and takes
-back one that comes. What is here: places for workers, a stop of all where one of their nodes is drained, and a new start of all
-where the group has ended though the run could go on.
+The group itself (`smalti_cluster.elastic`) continues without a lost worker, with the same effective batch, and takes back one
+that comes. Here are the places for workers, a stop of all where one of their nodes is drained, and a new start of all where the
+group has ended though the run could go on.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ _CREATE_SECONDS = 300.0
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """What every worker runs. `words` are the arguments of `smalti train`, without those of a node, `processes` the ranks of a
-    worker, `folder` the current one. `files` are those that workers have to see, with their content. `restarts` is how often all
-    may start again without a new step.
+    """What every worker runs. `words` are the arguments of `smalti train`, without those of a node, `processes` the ranks of
+    a worker, `folder` the current one. `files` are those that workers have to see, with their content. `restarts` is how often
+    all may start again without a new step.
     """
 
     words: Sequence[str]
@@ -94,8 +94,9 @@ def drive(needs: Needs, run: Run) -> LaunchResult:
 
 @contextmanager
 def shared_file(directory: Path) -> Iterator[dict[str, str]]:
-    """A file in the run directory by which workers know that they share it, with its content. A directory made for it is removed
-    if nothing else is in it at the end. Raises UserError if it cannot be written.
+    """A file in the run directory by which workers know that they share it, with its content.
+
+    A directory made for it is removed if nothing else is in it at the end. Raises UserError if it cannot be written.
     """
     file, token = directory / f".launch-{os.getpid()}", secrets.token_hex(8)
     made = [each for each in (directory, *directory.parents) if not each.exists()]
@@ -211,7 +212,9 @@ class Launch:
     def _check(self, number: int) -> None:
         """Raises UserError if a worker has other versions, or does not see the files of the run."""
         facts, here = self._facts[number], versions()
-        differing = [f"{name} {facts.versions.get(name)}, not {own}" for name, own in here.items() if facts.versions.get(name) != own]
+        differing = [
+            f"{name} {facts.versions.get(name)}, not {own}" for name, own in here.items() if facts.versions.get(name) != own
+        ]
         if differing:
             where = f"worker {number} ({facts.host})"
             raise UserError(f"{where} has {'; '.join(differing)}", fix="install the same versions on all nodes of the cluster")

@@ -2,9 +2,9 @@
 
     python -m smalti_ray.launch.process REQUESTS RESULT WORDS...
 
-It leaves the process that has started it: Ray kills the children of a worker that it ends, and a save would be cut short. The end
-of the pipe REQUESTS, or a line in it, is a request to stop: so the loss of Ray's worker, raylet or driver saves too. RESULT is the
-pipe for the exit code. Importing this module imports no torch.
+It leaves the process that has started it: Ray kills the children of a worker that it ends, and a save would be cut short. The
+end of the pipe REQUESTS is a request to stop: so the loss of Ray's worker, raylet or driver saves too. RESULT is the pipe for
+the exit code. Importing this module imports no torch.
 """
 
 from __future__ import annotations

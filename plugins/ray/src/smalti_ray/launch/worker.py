@@ -1,7 +1,7 @@
 """What Ray places: one worker of a run, a node of its group, in an actor of Ray.
 
-The ranks are not in the actor, whose functions run in threads in which no signal handler can be installed, but in the same processes
-that any other launcher starts (`smalti_ray.launch.process`).
+The ranks are not in the actor, whose functions run in threads in which no signal handler can be installed, but in the same
+processes that any other launcher starts (`smalti_ray.launch.process`).
 """
 
 from __future__ import annotations
