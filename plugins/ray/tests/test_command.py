@@ -50,6 +50,12 @@ def test_an_address_without_a_cluster_is_named_with_what_to_do(tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+def test_an_address_of_a_client_of_ray_is_refused(tmp_path):
+    words = given(tmp_path, "--workers=2", "--address=ray://127.0.0.1:10001")
+    with pytest.raises(UserError, match="that of a client"):
+        CliRunner().invoke(ray, words, catch_exceptions=False, standalone_mode=False)
+
+
 def test_the_command_of_ray_jobs_starts_in_this_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     command = job_command(["smalti", "launch", "ray", "a b.toml"])

@@ -48,6 +48,9 @@ class Needs:
 
 def connect(address: str) -> None:
     """Connect this process to the cluster. Raises UserError if there is none, or one of another version."""
+    if address.startswith("ray://"):
+        message = f"--address={address} is that of a client, which would end with its connection"
+        raise UserError(message, fix="start the launch on a node of the cluster: add --dry-run for the command of Ray Jobs")
     try:
         _reach(address)
         ray.init(address=address, logging_level="warning", log_to_driver=True, namespace="smalti")

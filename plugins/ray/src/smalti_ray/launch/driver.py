@@ -239,12 +239,14 @@ class Launch:
             number = self._running.pop(each)
             facts = self._facts.pop(number)
             try:
-                self._codes[number] = ray.get(each)
+                code = self._codes[number] = ray.get(each)
             except RayActorError:
+                code = ExitCode.KILLED
                 click.echo(f"smalti: worker {number} ({facts.host}) was lost: Ray's process of it, or its node", err=True)
-                if self._running and not self.received and self.placement.needs.least < self.placement.needs.most:
-                    self.placement.replace(number)
-                    self._ask(number)
+            elastic = self.placement.needs.least < self.placement.needs.most
+            if code in (ExitCode.KILLED, ExitCode.GPU_FAULT) and elastic and self._running and not self.received:
+                self.placement.replace(number)  # not on a node whose accelerator has failed
+                self._ask(number)
 
     def _stop(self, chosen: Collection[int], why: str) -> None:
         for number in set(chosen) - self._stopping:
