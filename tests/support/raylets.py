@@ -28,7 +28,6 @@ _PATIENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_raylet_start_wait_time_s": "120",
     "RAY_worker_register_timeout_seconds": "120",
-    "RAY_health_check_failure_threshold": "30",
 }
 
 
@@ -85,8 +84,14 @@ class Raylets:
         reason = ["--reason", "DRAIN_NODE_REASON_PREEMPTION", "--reason-message", "spot", "--deadline-remaining-seconds", "600"]
         subprocess.run([str(Path(sys.executable).with_name(command[0])), *command[1:], *reason], check=True, env=environment())
 
-    def processes(self, number: int) -> list[psutil.Process]:
-        return psutil.Process(self.nodes[number][1]).children(recursive=True)
+    def worker(self) -> tuple[int, psutil.Process]:
+        """A node on which a function of an actor runs, with the process of it."""
+        for number, (_, raylet) in enumerate(self.nodes):
+            for each in psutil.Process(raylet).children(recursive=True) if psutil.pid_exists(raylet) else ():
+                with suppress(psutil.Error):
+                    if " ".join(each.cmdline()).rstrip().endswith(".run"):
+                        return number, each
+        raise RuntimeError("no actor runs")
 
     def close(self) -> None:
         members = [each for each in psutil.process_iter() if _session_of(each.pid) == self._host.pid]
