@@ -1,4 +1,4 @@
-# make demo · make demo-flux · make quick · make test · make test-whole · make test-cuda-wheel · make test-gpu-day · make check · make fix · make docs
+# make demo · make demo-flux · make quick · make test · make test-whole · make test-cuda-wheel · make test-gpu-day · make test-ray · make check · make fix · make docs
 # make torture · make bench · make gpu-day · make dist · make version VERSION=0.3.0 · make clean
 
 PYTHON ?= python3.11
@@ -18,7 +18,7 @@ TEST_ENV := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= HF_HOME="$(CURDIR)/$(VENV
 	CPATH="$(LIBAIO)/include$${CPATH:+:$$CPATH}" LIBRARY_PATH="$(LIBAIO)/lib$${LIBRARY_PATH:+:$$LIBRARY_PATH}" \
 	LD_LIBRARY_PATH="$(LIBAIO)/lib$${LD_LIBRARY_PATH:+:$$LD_LIBRARY_PATH}"
 
-.PHONY: demo demo-flux quick test test-whole test-cuda-wheel test-gpu-day check lint fix docs torture bench gpu-day dist version clean
+.PHONY: demo demo-flux quick test test-whole test-cuda-wheel test-gpu-day test-ray check lint fix docs torture bench gpu-day dist version clean
 
 demo: $(VENV)/demo.done
 	$(BIN)/python examples/emoji/prepare.py demo/faces
@@ -66,6 +66,10 @@ check: lint
 # Every check of `make gpu-day`, on CPUs, with the fault that is planted for it; and the hour on a cluster, where there is SLURM.
 test-gpu-day: $(VENV)/dev.done $(VENV)/compiled.done
 	SMALTI_TEST=whole $(TEST_ENV) $(BIN)/python -m pytest tests/bench/test_gpu_day.py tests/bench/test_cluster_day.py $(ARGS)
+
+# Losses of workers, nodes and drivers on a real Ray cluster; `make test` has the shortest of them.
+test-ray: $(VENV)/dev.done
+	SMALTI_TEST=whole $(TEST_ENV) $(BIN)/python -m pytest plugins/ray/tests $(ARGS)
 
 # What of the checks is no test: `make test` runs those of tests/meta too.
 lint: $(VENV)/dev.done

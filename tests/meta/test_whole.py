@@ -12,6 +12,7 @@ LOOKING = {
     "tests/meta/test_whole.py",
     "tests/bench/test_gpu_day.py",  # runs beside each other those that are kept
     "tests/bench/test_cluster_day.py",  # a job of SLURM, of minutes
+    "plugins/ray/tests/test_launch_on_ray.py",  # a cluster of Ray, of minutes
     "tests/contracts/test_tutorials.py",  # executes as a reader does
 }
 """Files that do something else than `some` does."""

@@ -5,6 +5,7 @@ import os
 import socket
 import subprocess
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ from smalti_cluster.jobs.commands import launch
 from smalti_cluster.jobs.job import Job, job_name, job_of
 from smalti_cluster.jobs.kubernetes_manifest import KubernetesOptions, manifest
 from smalti_cluster.jobs.nodes_of_job import launches_without_step, nodes_with_faults, result_of
+from smalti_cluster.jobs.sky_task import SkyOptions, gpus_of, sky_task
 from smalti_cluster.jobs.slurm_script import SlurmOptions, job_script
 from smalti_health import CircuitFault
 from smalti_health.circuits import open_circuit
@@ -400,3 +402,46 @@ def test_a_configuration_that_cannot_train_is_not_written(tmp_path, monkeypatch)
     with pytest.raises(UserError, match="no dataset given"):
         CliRunner().invoke(launch, ["slurm", "--model_family=toy", "--output_dir=run"], catch_exceptions=False)
     assert json.dumps([path.name for path in tmp_path.iterdir()]) == "[]"
+
+
+# --- SkyPilot ---------------------------------------------------------------------------------------------------------
+
+
+SKY = SkyOptions(gpus="H100:8", bucket="s3://b/first", folder=Path("/home/a"), spot=True, mounts={"/data": "s3://b/images"})
+
+
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_the_task_is_one_of_skypilot_and_resumes_by_itself_after_the_codes_that_say_again(nodes):
+    """The schema is in a file: SkyPilot needs an older click than smalti."""
+    import jsonschema
+
+    task = yaml.safe_load(sky_task(replace(PLAIN, nodes=nodes, processes=8 * nodes), SKY, title="x"))
+    jsonschema.validate(task, json.loads((Path(__file__).parent / "sky_schema.json").read_text()))
+    assert (task["num_nodes"], task["resources"]["accelerators"], task["resources"]["use_spot"]) == (nodes, "H100:8", True)
+    again = task["resources"]["job_recovery"]["recover_on_exit_codes"]
+    assert again == [5, 6, 9, 75]
+    assert task["run"].startswith(f"exec smalti train config.toml --output_dir=s3://b/first --num_processes={8 * nodes}")
+    assert ("--machine_rank=$SKYPILOT_NODE_RANK" in task["run"]) == (nodes > 1)
+
+
+def test_the_command_of_the_task_asks_each_machine_which_node_it_is(tmp_path):
+    task = yaml.safe_load(sky_task(PLAIN, SKY, title="x"))
+    (tmp_path / "smalti").write_text("#!/bin/sh\nprintf '%s\\n' \"$@\"\n")
+    (tmp_path / "smalti").chmod(0o755)
+    variables = {"SKYPILOT_NUM_NODES": "2", "SKYPILOT_NODE_RANK": "1", "SKYPILOT_NODE_IPS": "10.0.0.4\n10.0.0.5"}
+    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", **variables}
+    words = subprocess.run(["bash", "-c", task["run"]], env=environment, capture_output=True, text=True, check=True).stdout
+    assert words.split()[-4:] == [
+        "--no_shared_output_dir",
+        "--num_machines=2",
+        "--machine_rank=1",
+        "--main_process_ip=10.0.0.4",
+    ]
+
+
+def test_a_task_whose_checkpoints_would_be_lost_or_that_names_no_gpus_is_refused():
+    with pytest.raises(UserError, match="is not in a bucket"):
+        sky_task(PLAIN, replace(SKY, bucket="/data/first"), title="x")
+    with pytest.raises(UserError, match="--gpus=8 names no GPUs"):
+        gpus_of("8")
+    assert [gpus_of(text) for text in ("H100:8", "A10G")] == [8, 1]

@@ -34,7 +34,7 @@ class Cluster:
 
     @hookimpl
     def register_commands(self, commands: CommandCollector) -> None:
-        summary = "Write the job with which SLURM or Kubernetes starts a run."
+        summary = "Write the job with which SLURM, Kubernetes or SkyPilot starts a run."
         commands.add_deferred("smalti_cluster.jobs.commands:launch", summary, section="Training")
         summary = "Check several nodes against each other."
         commands.add_deferred("smalti_cluster.checks.command:nodes", summary, section="Node")

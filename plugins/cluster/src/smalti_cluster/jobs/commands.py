@@ -28,6 +28,7 @@ from smalti_cluster.jobs.nodes_of_job import (
     result_of,
     split_nodes,
 )
+from smalti_cluster.jobs.sky_task import SkyOptions, gpus_of, sky_task
 from smalti_cluster.jobs.slurm_script import SlurmOptions, job_script
 
 _PER_NODE = ("num_machines", "machine_rank", "main_process_ip", "main_process_port", "num_processes")
@@ -62,10 +63,11 @@ def _shared(function: F) -> F:
     examples=(
         "smalti launch slurm config.toml --nodes=2 --gpus_per_node=8 --submit",
         "smalti launch kubernetes config.toml --image=smalti:1 --claim=data",
+        "smalti launch sky config.toml --gpus=H100:8 --bucket=s3://BUCKET/first",
     ),
 )
 def launch() -> None:
-    """Write the job with which SLURM or Kubernetes starts a run."""
+    """Write the job with which SLURM, Kubernetes or SkyPilot starts a run."""
 
 
 @launch.command(
@@ -180,6 +182,54 @@ def kubernetes(
     target = (output or Path(f"{job.name}.yaml")).expanduser().absolute()
     _write_new(target, text)
     _submit(["kubectl", "create", "--filename", str(target)], submit=submit)
+
+
+@launch.command(
+    context_settings=_UNPROCESSED,
+    examples=("smalti launch sky config.toml --gpus=H100:8 --bucket=s3://BUCKET/first --spot --dry-run",),
+)
+@_ARGUMENTS
+@click.option("--gpus", required=True, help="GPUs of each machine, as in H100:8, one rank for each.")
+@click.option(
+    "--bucket", required=True, help="Where checkpoints go, as in s3://BUCKET/first. A new machine resumes from there."
+)
+@click.option("--nodes", type=click.IntRange(min=1), default=1, show_default=True, help="Number of machines.")
+@click.option("--spot", is_flag=True, help="Rent spot machines, which may be taken away.")
+@click.option("--setup", multiple=True, help="A line of shell that installs smalti there. May be repeated.")
+@click.option("--mount", multiple=True, metavar="PATH=SOURCE", help="Data on the machine, as in /data=s3://BUCKET/images.")
+@click.option("--job_name", metavar="NAME", help="Name of the task. Default: that of the run directory.")
+@click.option("--output", type=click.Path(path_type=Path), help="Write this new file. Default: named after the task.")
+@click.option("--dry-run", is_flag=True, help="Print the file instead of writing it.")
+def sky(
+    arguments: tuple[str, ...],
+    gpus: str,
+    bucket: str,
+    nodes: int,
+    spot: bool,
+    setup: tuple[str, ...],
+    mount: tuple[str, ...],
+    job_name: str | None,
+    output: Path | None,
+    dry_run: bool,
+) -> None:
+    """Write a task for SkyPilot, which rents machines for a run and starts it again where they are lost.
+
+    Takes the same arguments as `smalti train`. Checkpoints go to a bucket. No run on a cloud has been tried.
+    """
+    if bad := [each for each in mount if "=" not in each]:
+        raise UserError(f"--mount={bad[0]} has no source", fix="--mount=/data=s3://BUCKET/images")
+    range_of_nodes = str(nodes) if nodes > 1 else None
+    job, _ = _job(arguments, nodes=range_of_nodes, gpus=gpus_of(gpus), name=job_name)
+    options = SkyOptions(
+        gpus=gpus, bucket=bucket, folder=Path.cwd(), spot=spot, setup=setup, mounts=dict(each.split("=", 1) for each in mount)
+    )
+    text = sky_task(job, options, title=_title("sky"))
+    if dry_run:
+        click.echo(text, nl=False)
+        return
+    target = (output or Path(f"{job.name}.sky.yaml")).expanduser().absolute()
+    _write_new(target, text)
+    _submit(["sky", "jobs", "launch", str(target)], submit=False)
 
 
 def _job(

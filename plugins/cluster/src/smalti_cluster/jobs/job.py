@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from smalti import Config, UserError
@@ -83,3 +84,19 @@ def job_name(text: str) -> str:
 def comment(text: str) -> str:
     """The text in one line, for a comment; "?" for what is not printable."""
     return "".join(letter if letter.isprintable() else "?" for letter in " ".join(text.split()))
+
+
+def yaml_of(documents: Sequence[object]) -> str:
+    """Documents as YAML. Texts of several lines, such as configuration files, are written as they are."""
+    import yaml
+
+    class Dumper(yaml.SafeDumper):
+        """Writes printable texts of several lines in literal style."""
+
+    def represent(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
+        plain = text.replace("\n", "").isprintable()
+        return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=("|" if "\n" in text else None) if plain else '"')
+
+    Dumper.add_representer(str, represent)
+    text: str = yaml.dump_all(documents, Dumper=Dumper, sort_keys=False, allow_unicode=True, width=100)
+    return text

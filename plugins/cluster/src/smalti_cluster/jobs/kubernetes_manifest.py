@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import PurePosixPath
 
 from smalti import ExitCode, UserError
-from smalti_cluster.jobs.job import Job, comment
+from smalti_cluster.jobs.job import Job, comment, yaml_of
 
 PORT = 29500
 _CONFIG_FOLDER = "/etc/smalti"
@@ -49,18 +49,7 @@ def manifest(job: Job, options: KubernetesOptions, *, config: tuple[str, str] | 
     documents = [] if config is None else [_config_map(job, options, *config)]
     documents += [_service(job, options)] if job.nodes > 1 else []
     documents.append(_job(job, options, None if config is None else config[0]))
-    import yaml
-
-    class Dumper(yaml.SafeDumper):
-        """Writes texts of several lines, such as the configuration file, as they are."""
-
-    def represent(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
-        plain = text.replace("\n", "").isprintable()
-        return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=("|" if "\n" in text else None) if plain else '"')
-
-    Dumper.add_representer(str, represent)
-    text: str = yaml.dump_all(documents, Dumper=Dumper, sort_keys=False, allow_unicode=True, width=100)
-    return f"# {comment(title)}\n{text}"
+    return f"# {comment(title)}\n{yaml_of(documents)}"
 
 
 def _check(job: Job, options: KubernetesOptions) -> None:

@@ -35,6 +35,10 @@ from smalti_cluster.elastic.messages import Generation, read_generation
 from smalti_cluster.options import ClusterOptions, is_elastic, node_range
 from smalti_cluster.schedulers.hostlist import expand_hostlist
 
+EXPECTED_VARIABLE = "EXPECTED_SMALTI_NODES"
+"""The environment variable with the machine ranks that start together, as in "0,2": a launcher knows which are not there yet.
+SMALTI_* are options.
+"""
 _CHECK_SECONDS = 2.0
 """How often node 0 looks at the others while it scans the data."""
 _TAKEN_SECONDS = 6.0
@@ -98,7 +102,9 @@ class Nodes:
         self._least, most = node_range(config)
         self.members = tuple(range(most))
         self._timeout, self._elastic = config[ClusterOptions].rendezvous_timeout, is_elastic(config)
-        self._others = set(self.members) - {self._options.machine_rank}
+        expected = os.environ.get(EXPECTED_VARIABLE)
+        expected_ranks = self.members if expected is None else map(int, expected.split(","))
+        self._others = set(expected_ranks) - {self._options.machine_rank}
         self._own = Node(
             machine_rank=self._options.machine_rank,
             attempt=0.0,

@@ -1,0 +1,1 @@
+"""Ray as the place of a run: its cluster holds the ranks."""

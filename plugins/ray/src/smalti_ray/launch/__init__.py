@@ -1,0 +1,1 @@
+"""A run whose processes Ray places."""

@@ -1,0 +1,179 @@
+"""`smalti launch ray` on a real cluster of raylets: what it trains, and what it does when parts of it are lost."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from smalti.rundir import RunDirectory
+from support.images import images_in
+from support.nodes.runs import TINY
+from support.raylets import Raylets, environment
+from support.whole import WHOLE, some
+
+LAST = 60
+long = pytest.mark.skipif(not WHOLE, reason="minutes on a real cluster: make test-ray")
+LOSSES = ("nothing", "worker", "raylet", "driver", "drained node")
+
+
+def words(folder: Path, name: str, **options: object) -> list[str]:
+    data = {"instance_data_dir": images_in(folder / "images", 12, (24, 24)), "output_dir": folder / name}
+    values = {**TINY, **data, "max_train_steps": LAST, "checkpoint_step_interval": 10, **options}
+    return [f"--{option}={value}" for option, value in values.items()]
+
+
+class Launch:
+    """A driver in a process of its own."""
+
+    def __init__(self, raylets: Raylets, folder: Path, name: str, *flags: str, **options: object) -> None:
+        self.directory = RunDirectory(folder / name)
+        self.log = folder / f"{name}.log"
+        self._command = [
+            *(sys.executable, "-m", "smalti", "launch", "ray", *words(folder, name, **options)),
+            *(f"--address={raylets.address}", *flags),
+        ]
+        self.start()
+
+    def start(self) -> None:
+        with self.log.open("a") as log:
+            self.process = subprocess.Popen(self._command, stdout=log, stderr=log, start_new_session=True, env=environment())
+
+    @property
+    def output(self) -> str:
+        return self.log.read_text()
+
+    def wait_for_step(self, step: int, seconds: float = 240) -> None:
+        deadline = time.monotonic() + seconds
+        while (last := self.directory.latest("step")) is None or (last.step or 0) < step:
+            assert time.monotonic() < deadline, self.output
+            assert self.process.poll() is None, self.output
+            time.sleep(0.02)
+
+    def code(self, seconds: float = 400) -> int:
+        return self.process.wait(seconds)
+
+    def close(self) -> None:
+        if self.process.poll() is None:
+            os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait()
+
+
+@pytest.fixture
+def launched(raylets, tmp_path):
+    """Starts drivers, which end with the test."""
+    found: list[Launch] = []
+
+    def launch(*flags: str, **options: object) -> Launch:
+        found.append(Launch(raylets, tmp_path, f"run-{len(found)}", *flags, **options))
+        return found[-1]
+
+    yield launch
+    for each in found:
+        each.close()
+
+
+@pytest.fixture(scope="module")
+def raylets(tmp_path_factory):
+    cluster = Raylets(tmp_path_factory.mktemp("cluster"))
+    try:
+        cluster.add()
+        cluster.add()
+        yield cluster
+    finally:
+        cluster.close()
+
+
+def tensors(directory: RunDirectory) -> dict[str, torch.Tensor]:
+    """All tensors of the last checkpoint: weights, optimizer, EMA."""
+    folder = directory.checkpoints / f"step-{LAST:08d}"
+    paths = sorted(folder.rglob("*.safetensors"))
+    return {f"{path.relative_to(folder)} {name}": value for path in paths for name, value in load_file(path).items()}
+
+
+@pytest.fixture(scope="module")
+def local(tmp_path_factory) -> dict[str, torch.Tensor]:
+    """What two ranks of this machine have trained."""
+    folder = tmp_path_factory.mktemp("local")
+    command = [sys.executable, "-m", "smalti", "train", *words(folder, "run", num_processes=2)]
+    subprocess.run(command, check=True, capture_output=True, timeout=400, env=environment())
+    return tensors(RunDirectory(folder / "run"))
+
+
+def lose(what: str, raylets: Raylets, launch: Launch) -> None:
+    number, worker = raylets.worker()
+    if what == "worker":
+        worker.kill()
+    elif what == "raylet":
+        raylets.kill(number)
+    elif what == "driver":
+        os.killpg(launch.process.pid, signal.SIGKILL)
+        launch.process.wait()
+        launch.start()
+    elif what == "drained node":
+        raylets.drain(number)
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("lost", some(LOSSES, "worker"))
+def test_two_workers_train_what_two_local_ranks_train_whatever_is_lost_on_the_way(raylets, launched, local, lost):
+    if lost in ("raylet", "drained node"):
+        raylets.add()  # one more, on which the run goes on
+    launch = launched("--workers=2")
+    if lost != "nothing":
+        launch.wait_for_step(12)
+        lose(lost, raylets, launch)
+    assert launch.code() == 0, launch.output
+    found = tensors(launch.directory)
+    assert found.keys() == local.keys()
+    assert [name for name, value in local.items() if not torch.equal(value, found[name])] == [], launch.output
+
+
+@long
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("number", [1, 2])
+def test_a_signal_to_the_driver_saves_and_stops(launched, number):
+    launch = launched(f"--workers={number}", max_train_steps=100_000)
+    launch.wait_for_step(2)
+    launch.process.send_signal(signal.SIGTERM)
+    assert launch.code() == 6, launch.output
+    [saved] = launch.directory.checkpoints.glob("step-*")
+    last = launch.directory.latest("step")
+    assert last is not None
+    assert int(saved.name.removeprefix("step-")) == last.step
+
+
+def test_fewer_resources_than_asked_for_are_waited_for_and_named(launched):
+    launch = launched("--workers=5", "--wait_seconds=2")
+    assert launch.code() == 2, launch.output
+    assert "waiting for 5 workers of 1 CPU, for " in launch.output
+    assert "no place for 5 workers of 1 CPU in 2 s: the cluster has 2 CPU" in launch.output
+    assert not launch.directory.path.exists()
+
+
+@long
+@pytest.mark.timeout(900)
+def test_a_range_of_workers_goes_on_without_a_lost_node_and_takes_back_another(raylets, launched):
+    launch = launched("--workers=1:2", max_train_steps=100_000, grow_after=1, gradient_accumulation_steps=1)
+    launch.wait_for_step(5)
+    raylets.lose(raylets.worker()[0])
+    generations = []
+    deadline = time.monotonic() + 300
+    while len(generations) < 2 and time.monotonic() < deadline:
+        generations = [each for each in launch.directory.events() if each.kind == "generation"]
+        time.sleep(0.2)
+    assert [each.number("world_size") for each in generations][:2] == [2, 1], launch.output
+    raylets.add()
+    while len(generations) < 3 and time.monotonic() < deadline:
+        generations = [each for each in launch.directory.events() if each.kind == "generation"]
+        time.sleep(0.2)
+    assert [(each.number("world_size"), each.number("accumulation")) for each in generations] == [(2, 1), (1, 2), (2, 1)]
+    launch.process.send_signal(signal.SIGTERM)
+    assert launch.code() == 6, launch.output

@@ -1,0 +1,120 @@
+"""A real Ray cluster of several raylets on this machine, in a process of its own that ends with all of them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+
+HOST = """
+import sys
+from ray.cluster_utils import Cluster
+
+cluster, nodes = None, []
+for line in sys.stdin:
+    word, _, argument = line.strip().partition(" ")
+    if word == "add":
+        if cluster is None:
+            cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
+        nodes.append(cluster.add_node(num_cpus=int(argument), object_store_memory=80_000_000))
+        print(cluster.address, nodes[-1].node_id, nodes[-1].all_processes["raylet"][0].process.pid, flush=True)
+"""
+"""Adds a raylet for each line `add CORES`, and says the address of the cluster, the node's id and the raylet's process."""
+_PATIENT = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_raylet_start_wait_time_s": "120",
+    "RAY_worker_register_timeout_seconds": "120",
+}
+
+
+def environment() -> dict[str, str]:
+    """For Ray's processes: nothing of the tests' own settings, and more time to start."""
+    return {**{name: value for name, value in os.environ.items() if not name.startswith("SMALTI_")}, **_PATIENT}
+
+
+class Raylets:
+    """Close it: that kills every process of the cluster."""
+
+    def __init__(self, folder: Path) -> None:
+        self.address = ""
+        self.nodes: list[tuple[str, int]] = []
+        self._log = (folder / "cluster.log").open("w")
+        self._host = subprocess.Popen(
+            [sys.executable, "-c", HOST],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            text=True,
+            env=environment(),
+            start_new_session=True,
+        )
+        with suppress(OSError):  # Ray gives each of its parts 15 s to start, on a machine with other tests too
+            Path(f"/proc/{self._host.pid}/autogroup").write_text("-10")
+
+    def add(self, cores: int = 1) -> None:
+        """A further raylet with this number of cores."""
+        assert self._host.stdin is not None
+        assert self._host.stdout is not None
+        self._host.stdin.write(f"add {cores}\n")
+        self._host.stdin.flush()
+        answer = self._host.stdout.readline().split()
+        if len(answer) != 3:
+            raise RuntimeError(f"no raylet was started: {Path(self._log.name).read_text()}")
+        self.address = answer[0]
+        self.nodes.append((answer[1], int(answer[2])))
+
+    def kill(self, number: int) -> None:
+        """End a raylet at once, which Ray's processes on its node notice."""
+        psutil.Process(self.nodes[number][1]).kill()
+
+    def lose(self, number: int) -> None:
+        """End a raylet and all that runs on its node at once, as when its machine is lost."""
+        raylet = self.nodes[number][1]
+        for each in [each for each in psutil.process_iter() if _raylet_of(each) == raylet or each.pid == raylet]:
+            with suppress(psutil.NoSuchProcess):
+                each.kill()
+
+    def drain(self, number: int) -> None:
+        """Announce that a node will be taken away, as a cloud does before it ends a spot machine."""
+        command = ["ray", "drain-node", "--address", self.address, "--node-id", self.nodes[number][0]]
+        reason = ["--reason", "DRAIN_NODE_REASON_PREEMPTION", "--reason-message", "spot", "--deadline-remaining-seconds", "600"]
+        subprocess.run([str(Path(sys.executable).with_name(command[0])), *command[1:], *reason], check=True, env=environment())
+
+    def worker(self) -> tuple[int, psutil.Process]:
+        """A node on which a function of an actor runs, with the process of it."""
+        for number, (_, raylet) in enumerate(self.nodes):
+            for each in psutil.Process(raylet).children(recursive=True) if psutil.pid_exists(raylet) else ():
+                with suppress(psutil.Error):
+                    if " ".join(each.cmdline()).rstrip().endswith(".run"):
+                        return number, each
+        raise RuntimeError("no actor runs")
+
+    def close(self) -> None:
+        members = [each for each in psutil.process_iter() if _session_of(each.pid) == self._host.pid]
+        for each in members:
+            with suppress(psutil.NoSuchProcess):
+                each.kill()
+        self._host.wait()
+        for pipe in (self._host.stdin, self._host.stdout):
+            assert pipe is not None
+            with suppress(BrokenPipeError):
+                pipe.close()
+        self._log.close()
+
+
+def _raylet_of(process: psutil.Process) -> int:
+    """The raylet that has started a process, or the worker of Ray from which it comes; 0 if none has."""
+    with suppress(psutil.Error):
+        return int(process.environ().get("RAY_RAYLET_PID", "0"))
+    return 0
+
+
+def _session_of(pid: int) -> int:
+    try:
+        return os.getsid(pid)
+    except OSError:
+        return 0
