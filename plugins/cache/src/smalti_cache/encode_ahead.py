@@ -69,7 +69,7 @@ class AheadEncoder:
         self,
         data: PreparedData,
         communicator: Communicator,
-        directory: Path,
+        directory: Path | None,
         phases: Phases,
         texts: Sequence[str],
         negative_texts: Sequence[str],
@@ -101,7 +101,8 @@ class OpenEncoder:
     options: DataOptions
     work: Encoder
     data: Sequence[PreparedData]
-    directory: Path
+    directory: Path | None
+    """None writes no list of broken images."""
     texts: Sequence[str]
     negative_texts: Sequence[str]
 
@@ -131,9 +132,9 @@ class OpenEncoder:
             return ()
         with _for_user(), torch.no_grad():
             self.work.part = part
+            name = f"encoding.rank-{self.work.world.rank}.quarantine.jsonl"
             for one in self._latents:
-                broken = self.directory / f"encoding.rank-{self.work.world.rank}.quarantine.jsonl"
-                self.work.encode_images(one, one.data.error_budget(broken))
+                self.work.encode_images(one, one.data.error_budget(self.directory and self.directory / name))
             return self._latents
 
     def release(self, kind: Encoding) -> None:

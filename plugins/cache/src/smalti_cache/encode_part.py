@@ -48,16 +48,14 @@ class PartEncoder:
 
     Args:
         data: see `smalti.data.scan_data`.
-        folder: for lists of broken images.
         phases: shows the progress.
 
     Raises UserError where `check` does.
     """
 
-    def __init__(self, config: Config, plugins: Plugins, data: PreparedData, folder: Path, phases: Phases) -> None:
+    def __init__(self, config: Config, plugins: Plugins, data: PreparedData, phases: Phases) -> None:
         check(config, plugins)
-        self._config, self._plugins, self._data = config, plugins, data
-        self._folder, self._phases = folder, phases
+        self._config, self._plugins, self._data, self._phases = config, plugins, data, phases
         self._counts = Counter[tuple[str, str]]()
         self._kind: Encoding = KINDS[0]
 
@@ -97,7 +95,7 @@ class PartEncoder:
         negative = [text for one in work for text in one.negative_texts]
         world = World(device="cpu" if kind == "cpu" else f"{kind}:0")
         family.to(world.device)
-        return encoder.open(self._data, GlooCommunicator(world=world, group=None), self._folder, self._phases, texts, negative)
+        return encoder.open(self._data, GlooCommunicator(world=world, group=None), None, self._phases, texts, negative)
 
 
 def check(config: Config, plugins: Plugins) -> None:
@@ -122,6 +120,6 @@ def encode_part(config: Config, plugins: Plugins, part: Part, say: Callable[[str
         data = scan_data(config, plugins, alignment, Path(folder), scan_progress(phases))
         for notice in data.notices:
             say(notice)
-        encoder = PartEncoder(config, plugins, data, Path(folder), phases)
+        encoder = PartEncoder(config, plugins, data, phases)
         texts, images = (encoder.encode(part, kind) for kind in KINDS)
     return texts + images
