@@ -13,7 +13,7 @@ import torch
 from PIL import Image
 
 import smalti_ray.data.encode
-from smalti.data import IndexFile, LocalStorage
+from smalti.data import LocalStorage
 from smalti_cache.store import PackStore
 from support.commands import commands
 from support.raylets import kill_raylet, ray_cluster
@@ -91,8 +91,8 @@ def same(one, other):
 
 
 def rows(index):
-    file = IndexFile(index)
-    return pa.Table.from_batches([file.batch(number) for number in range(file.batches)]).to_pylist()
+    with pa.memory_map(str(index)) as file:
+        return pa.ipc.open_file(file).read_all().to_pylist()
 
 
 def test_a_scan_by_a_cluster_gives_the_index_of_one_process(call, data, tmp_path):
