@@ -56,7 +56,7 @@ def encode_datasets(config: Config, plugins: Plugins, notice: Callable[[str], ob
         with workers_for("encode", config, plugins, folder, others) as workers:
             found = EncodedPart()
             for tasks in _ranges(config, data):
-                workers.run(tasks)
+                workers.run(tasks, last=tasks.kind == "latents")
                 found += tasks.found
     return found
 
@@ -94,6 +94,7 @@ class _Ranges:
     def __init__(self, kind: Literal["texts", "latents"], count: int, total: int | None, data: list[PreparedData]) -> None:
         self._waiting = deque(Range(kind=kind, number=number, count=count) for number in range(count))
         self._open = self._count = count
+        self.kind = kind
         self._data = data
         self._total = total
         self._line = ProgressLine(what="texts, ranges" if total is None else "images", total=total or count)

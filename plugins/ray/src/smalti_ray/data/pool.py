@@ -54,8 +54,7 @@ class Tasks(Protocol):
 @dataclass(eq=False)
 class _Actor:
     handle: Any
-    asked: float
-    call: Any = None
+    call: Any
     """The call that it has not answered: `facts`, `open`, `do`."""
     node: str = ""
     opened: bool = False
@@ -82,8 +81,8 @@ class Workers:
     _noticed: float = field(default_factory=time.monotonic)
     _polled: float = 0.0
 
-    def run(self, tasks: Tasks) -> None:
-        """Have all tasks done. Workers stay for the next call; see `close`.
+    def run(self, tasks: Tasks, *, last: bool = False) -> None:
+        """Have all tasks done. Workers stay for the next call, unless these are the `last` tasks; see `close`.
 
         Raises UserError if the cluster has no room, if a node differs, or what failed on a worker. What they have encoded is
         written before that, also for a signal or Ctrl-C.
@@ -92,7 +91,7 @@ class Workers:
 
         try:
             while not tasks.ended():
-                self._ask(tasks)
+                self._ask(tasks.waiting(), last=last)
                 self._give(tasks)
                 calls = {actor.call: actor for actor in self._actors if actor.call is not None}
                 if not calls:
@@ -114,26 +113,22 @@ class Workers:
 
     # --- more and fewer workers ---------------------------------------------------------------------------------------
 
-    def _ask(self, tasks: Tasks) -> None:
-        """Ask for as many workers again as there are, one at first, while tasks wait; end those that nothing waits for."""
-        waiting = tasks.waiting()
-        opened = [actor for actor in self._actors if actor.opened]
-        starting = [actor for actor in self._actors if not actor.opened]
-        if waiting == 0:
-            for actor in starting:
+    def _ask(self, waiting: int, *, last: bool) -> None:
+        """Ask for as many workers again as there are, one at first, while tasks wait; end those for which no task will come."""
+        if last and waiting == 0:
+            for actor in [actor for actor in self._actors if actor.task is None]:
                 self._end(actor)
-        most = self.options.engine_workers
-        while len(starting) < min(max(1, len(opened)), waiting) and (most is None or len(self._actors) < most):
-            starting.append(self._start())
+        opened = sum(actor.opened for actor in self._actors)
+        most = self.options.engine_workers or len(self._actors) + waiting
+        while len(self._actors) - opened < min(max(1, opened), waiting) and len(self._actors) < most:
+            self._start()
 
-    def _start(self) -> _Actor:
+    def _start(self) -> None:
         import ray
 
         reserved = {"num_cpus": self.options.engine_cpus, "num_gpus": self.gpus}
         handle = ray.remote(Worker).options(**reserved, max_concurrency=2, scheduling_strategy="SPREAD").remote()
-        actor = _Actor(handle, time.monotonic(), handle.facts.remote())
-        self._actors.append(actor)
-        return actor
+        self._actors.append(_Actor(handle, handle.facts.remote()))
 
     def _end(self, actor: _Actor) -> None:
         import ray
@@ -147,11 +142,11 @@ class Workers:
         import ray
 
         with suppress(ray.exceptions.RayError, OSError, RuntimeError, ValueError):  # the cluster may be gone
-            working = [actor for actor in self._actors if actor.task is not None]
-            for actor in working:
+            working = {actor.call: actor for actor in self._actors if actor.task is not None and actor.call is not None}
+            for actor in working.values():
                 actor.handle.stop.remote()
             if working:
-                ray.wait([actor.call for actor in working], num_returns=len(working), timeout=_STOP_SECONDS)
+                ray.wait(list(working), num_returns=len(working), timeout=_STOP_SECONDS)
             self.close()
 
     # --- what workers do ----------------------------------------------------------------------------------------------
