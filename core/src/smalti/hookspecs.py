@@ -237,9 +237,9 @@ class HookSpecs:
 
     @_spec
     def configure_scan(self, config: Config) -> ScanEntry | None:
-        """gather: this plugin's scan of the datasets by all ranks if this launch may need it, or None.
+        """gather: this plugin's scan of the datasets by all ranks if this launch may need it, its engine if asked for, or None.
 
-        Called in the launcher and on every rank, so the result must depend on `config` alone. The first entry by name is used.
+        Called in the launcher, on every rank and in commands: the result must depend on `config` alone. The first name is used.
         """
         raise NotImplementedError
 

@@ -185,9 +185,9 @@ def _check_shuffled_reads(config: Config, datasets: Sequence[Dataset], rules: Da
         raise ConfigError(problems)
 
 
-def scan_entry(config: Config, plugins: Plugins) -> ScanEntry | None:
-    """A plugin's scan by all ranks, for a launch of several; None where one process scans."""
-    return next(iter(plugins.gather(HookSpecs.configure_scan, config=config)), None)
+def scan_entry(config: Config, plugins: Plugins, *, engine: bool = False) -> ScanEntry | None:
+    """A plugin's scan by all ranks, for a launch of several, or its `engine`, for commands; None where one process scans."""
+    return next((each for each in plugins.gather(HookSpecs.configure_scan, config=config) if bool(each.encode) == engine), None)
 
 
 def ranks_scan(config: Config, plugins: Plugins, directory: Path) -> bool:
@@ -203,10 +203,9 @@ def check_sources(config: Config, plugins: Plugins) -> None:
     """Find mistakes in the datasets without listing a storage. Raises what opening storages and tables raises."""
     catalog = catalog_of(plugins)
     specs = dataset_specs(config, catalog)
-    for spec in specs:
-        if spec.has_images:
-            catalog.open_source(spec, catalog.open_storage(spec)).check_table()
-            catalog.open_columns(spec, specs)
+    for spec in (each for each in specs if each.has_images):
+        catalog.open_source(spec, catalog.open_storage(spec)).check_table()
+        catalog.open_columns(spec, specs)
 
 
 def scan_progress(phases: Phases) -> Scan:

@@ -112,17 +112,22 @@ class ColumnEntry(Registered):
 
 @dataclass(frozen=True, kw_only=True)
 class ScanEntry(Registered):
-    """A scan of the datasets by all ranks together.
+    """A scan of the datasets by all ranks together. With `encode` an engine: processes of its own, for commands without ranks.
 
-    Both are "module:callable" and take the `Config`, the `Plugins` and the path of the run's `data` folder. `wanted` says in
-    the launcher whether the ranks will scan, rather than the launcher before it starts them. `scan` is called on every rank if
-    this attempt of the run has no indexes yet, and is *collective*. It also takes the `Communicator`, and a function to call on
-    the main rank, `smalti.data.scan_data` without its `build`. Returns the notices, on the main rank.
+    All are "module:callable" and take the `Config` and the `Plugins`; `wanted` and `scan` also the path of the run's `data`
+    folder. `wanted` says in the launcher whether the ranks will scan, rather than the launcher before it starts them; an engine
+    has none. `scan` is called on every rank if this attempt of the run has no indexes yet, and is *collective*. It also takes
+    the `Communicator`, and a function to call on the main rank, `smalti.data.scan_data` without its `build`. Returns the
+    notices, on the main rank.
+
+    `encode` fills the caches of latents and texts, for `smalti cache encode`. It also takes a function that shows a notice, and
+    returns a `smalti_cache.encode_part.EncodedPart`.
     """
 
     kind = "the scan"
-    wanted: str
+    wanted: str = ""
     scan: str
+    encode: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
-from typing import ClassVar
+from typing import ClassVar, cast
 
 import click
 
@@ -17,7 +17,7 @@ from smalti import Config, ExitCode, UserError
 from smalti.cli import Command, CommandLine, counted, format_bytes, print_table
 from smalti.config import DataOptions, RunOptions
 from smalti.data import catalog_of
-from smalti.plugins import Plugins
+from smalti.plugins import Plugins, create
 from smalti_cache.contents import CachedEncodings, Contents, cached_encodings, cached_encodings_in
 from smalti_cache.options import CacheOptions
 from smalti_cache.places import cache_folders
@@ -90,6 +90,7 @@ class _Share(click.ParamType[tuple[int, int]]):
     examples=(
         "smalti cache encode config.toml --cache_dir=/data/cache",
         "smalti cache encode config.toml --share=$SLURM_ARRAY_TASK_ID/16 --json",
+        "smalti cache encode config.toml --engine=ray --address=head:6379",
     ),
 )
 @_ARGUMENTS
@@ -99,9 +100,10 @@ def encode(arguments: tuple[str, ...], share: tuple[int, int], as_json: bool) ->
     """Encode the images and captions of a configuration as its training would, on one device, and train nothing.
 
     Shares may run at the same time, on any machines that see the cache. What is there is not encoded again, so an
-    interrupted share continues with the same command.
+    interrupted share continues with the same command. With --engine, a cluster encodes all of it.
     """
-    from smalti_cache.encode_part import encode_part
+    from smalti.data import scan_entry
+    from smalti_cache.encode_part import EncodedPart, encode_part
     from smalti_cache.wanted import Part
 
     command_line = CommandLine.parse(arguments)
@@ -111,7 +113,14 @@ def encode(arguments: tuple[str, ...], share: tuple[int, int], as_json: bool) ->
     def say(notice: str) -> None:
         click.echo(f"smalti: note: {notice}", err=True)
 
-    done = encode_part(command_line.config(), command_line.plugins, Part(number - 1, count), say)
+    config, plugins = command_line.config(), command_line.plugins
+    engine = scan_entry(config, plugins, engine=True)
+    if engine is None:
+        done = encode_part(config, plugins, Part(number - 1, count), say)
+    elif count > 1:
+        raise UserError(f"--share is not for an engine: {engine.name} divides the work itself", fix="remove --share")
+    else:
+        done = cast(EncodedPart, create(engine, engine.encode, config, plugins, say))
     if as_json:
         described = {"share": number, "shares": count} | asdict(done) | {"seconds": round(time.monotonic() - begun, 1)}
         click.echo(json.dumps(described, indent=2))

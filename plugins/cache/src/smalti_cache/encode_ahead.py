@@ -5,8 +5,10 @@ What is cached already, by this run or another one with the same encoders, is no
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -14,12 +16,13 @@ import torch
 from smalti import Config, PreflightError
 from smalti.config import DataOptions
 from smalti.data import Catalog, Encoded, PreparedData
-from smalti.models import ModelFamily
+from smalti.models import Encoding, ModelFamily
 from smalti.parallel import Communicator, RankError
 from smalti.rundir import Phases
 from smalti_cache.embedding_cache import CachedLatents, CachedTexts
 from smalti_cache.encoder import Encoder
 from smalti_cache.places import CacheFolders, cache_folders, check_places
+from smalti_cache.store import PackStore
 from smalti_cache.wanted import Part
 
 
@@ -54,50 +57,119 @@ class AheadEncoder:
         or Ctrl-C is kept. Raises PreflightError on all ranks if one of them fails: not enough space, no permission to write,
         more unusable images than the error budget allows.
         """
-        family, folders = self.family, self.folders
-        options, world = self.config[DataOptions], communicator.world
+        opened = self.open(data, communicator, directory, phases, texts, negative_texts)
+        cached = opened.encode_texts(self.part)
+        opened.release("texts")
+        latents = opened.encode_images(self.part)
+        opened.release("latents")
+        found = dict(zip(("latents", "held_out"), latents, strict=False))
+        return Encoded(texts=cached, **found)
+
+    def open(
+        self,
+        data: PreparedData,
+        communicator: Communicator,
+        directory: Path | None,
+        phases: Phases,
+        texts: Sequence[str],
+        negative_texts: Sequence[str],
+    ) -> OpenEncoder:
+        """The same for one part after another, with encoders and stores that stay open between them."""
         work = Encoder(
-            family=family,
+            family=self.family,
             communicator=communicator,
-            folders=folders,
-            batch=options.train_batch_size,
+            folders=self.folders,
+            batch=self.config[DataOptions].train_batch_size,
             phases=phases,
-            part=self.part,
             report=self.report,
         )
         every = [data] if data.held_out is None else [data, data.held_out]
-        cached, latents = None, list[CachedLatents]()
-        try:
-            with torch.no_grad():
-                if not options.text_cache_disable:
-                    cached = _encode_texts(work, every, ["", *texts], folders)
-                    work.encode_texts(cached, [], negative_texts, negative=True)
-                    family.release_encoder("texts")
-                if not options.vae_cache_disable:
-                    for one in every:
-                        places = [folders.latents[dataset.spec.id] for dataset in one.datasets]
-                        latents.append(CachedLatents(one, work.open("latents", places), ahead=folders.read_ahead))
-                        broken = directory / f"encoding.rank-{world.rank}.quarantine.jsonl"
-                        work.encode_images(latents[-1], one.error_budget(broken))
-                    family.release_encoder("latents")
-        except RankError as failure:
-            raise failure.for_user(PreflightError) from failure
-        found = dict(zip(("latents", "held_out"), latents, strict=False))
-        return Encoded(texts=cached, **found)
+        return OpenEncoder(
+            options=self.config[DataOptions],
+            work=work,
+            data=every,
+            directory=directory,
+            texts=["", *texts],
+            negative_texts=negative_texts,
+        )
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class OpenEncoder:
+    """Encodes parts of prepared data on all ranks, with what the options do not disable. See `AheadEncoder.open`."""
+
+    options: DataOptions
+    work: Encoder
+    data: Sequence[PreparedData]
+    directory: Path | None
+    """None writes no list of broken images."""
+    texts: Sequence[str]
+    negative_texts: Sequence[str]
+
+    def encode_texts(self, part: Part) -> CachedTexts | None:
+        """Encode the captions of each dataset in the store of its place, and the prompts in that of the others. *Collective*.
+
+        None if texts are not cached. Raises PreflightError on all ranks.
+        """
+        if self.options.text_cache_disable:
+            return None
+        with _for_user(), torch.no_grad():
+            default, datasets = self._text_stores
+            self.work.part = part
+            for store in dict.fromkeys((default, *datasets.values())):
+                ids = {name for name, other in datasets.items() if other is store}
+                self.work.encode_texts(CachedTexts(store), self.data, self.texts if store is default else (), ids=ids)
+            cached = CachedTexts(default, [store for store in dict.fromkeys(datasets.values()) if store is not default])
+            self.work.encode_texts(cached, [], self.negative_texts, negative=True)
+            return cached
+
+    def encode_images(self, part: Part) -> Sequence[CachedLatents]:
+        """Encode the images of each of `data`. *Collective*. None of them if latents are not cached.
+
+        Raises PreflightError on all ranks.
+        """
+        if self.options.vae_cache_disable:
+            return ()
+        with _for_user(), torch.no_grad():
+            self.work.part = part
+            name = f"encoding.rank-{self.work.world.rank}.quarantine.jsonl"
+            for one in self._latents:
+                self.work.encode_images(one, one.data.error_budget(self.directory and self.directory / name))
+            return self._latents
+
+    def release(self, kind: Encoding) -> None:
+        """Release the encoder of texts or of latents, if it is used."""
+        if not (self.options.text_cache_disable if kind == "texts" else self.options.vae_cache_disable):
+            self.work.family.release_encoder(kind)
+
+    @cached_property
+    def _text_stores(self) -> tuple[PackStore, dict[str, PackStore]]:
+        """The store of prompts, and those of the captions of each dataset. *Collective*."""
+        folders = self.work.folders
+        datasets = [dataset.spec.id for one in self.data for dataset in one.datasets]
+        places = [folders.own_texts.get(name, folders.texts) for name in datasets]
+        default, *stores = self.work.open("texts", [folders.texts, *places])
+        return default, dict(zip(datasets, stores, strict=True))
+
+    @cached_property
+    def _latents(self) -> list[CachedLatents]:
+        """Those of each of `data`, without what is encoded now. *Collective*."""
+        folders, found = self.work.folders, []
+        for one in self.data:
+            places = [folders.latents[dataset.spec.id] for dataset in one.datasets]
+            found.append(CachedLatents(one, self.work.open("latents", places), ahead=folders.read_ahead))
+        return found
+
+
+@contextmanager
+def _for_user() -> Iterator[None]:
+    """Raises a failure on some rank as a PreflightError."""
+    try:
+        yield
+    except RankError as failure:
+        raise failure.for_user(PreflightError) from failure
 
 
 def open_encoder(config: Config, family: ModelFamily, catalog: Catalog) -> AheadEncoder:
     """What the core calls for a run."""
     return AheadEncoder(config=config, family=family, folders=cache_folders(config, catalog))
-
-
-def _encode_texts(work: Encoder, data: Sequence[PreparedData], prompts: Sequence[str], folders: CacheFolders) -> CachedTexts:
-    """Encode the captions of each dataset in the store of its place, and the prompts in that of the others. *Collective*."""
-    datasets = [dataset.spec.id for one in data for dataset in one.datasets]
-    places = [folders.own_texts.get(name, folders.texts) for name in datasets]
-    default, *stores = work.open("texts", [folders.texts, *places])
-    others = [store for store in dict.fromkeys(stores) if store is not default]
-    for store in (default, *others):
-        ids = {name for name, other in zip(datasets, stores, strict=True) if other is store}
-        work.encode_texts(CachedTexts(store), data, prompts if store is default else (), ids=ids)
-    return CachedTexts(default, others)

@@ -83,7 +83,7 @@ class Encoder:
 
     def open(self, kind: Encoding, places: Sequence[CachePlace]) -> list[PackStore]:
         """Returns for each place the store for this family's encoder in it. *Collective*."""
-        identities = run_on_all_ranks(self.communicator, lambda: self._identity(kind))
+        identities = run_on_all_ranks(self.communicator, lambda: self.identity(kind))
         if different := [rank for rank, other in enumerate(identities) if other != identities[0]]:
             raise UserError(
                 f"rank {different[0]} encodes {kind} with other weights or settings than rank 0",
@@ -114,7 +114,8 @@ class Encoder:
                 store.mark_used()
         return [stores[place.id] for place in places]
 
-    def _identity(self, kind: Encoding) -> str:
+    def identity(self, kind: Encoding) -> str:
+        """Returns what identifies the encoder of this kind, in JSON: its store is named after it."""
         identity = {"kind": kind, "family": self.family.name, **self.family.encoder_identity(kind)}
         if kind == "latents" and type(self.family).raw_latents is not ModelFamily.raw_latents:
             identity["normalised"] = False  # older caches of the family hold normalised latents

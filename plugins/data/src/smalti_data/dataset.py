@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 import click
 
@@ -26,9 +27,10 @@ from smalti.data import (
     dataset_specs,
     prepare,
     scan_data,
+    scan_entry,
     unused_caches,
 )
-from smalti.plugins import Plugins
+from smalti.plugins import Plugins, create
 from smalti_data import dataset_report as report
 from smalti_data.full_check import damaged_images, trained_on
 from smalti_data.visits import visits_at
@@ -67,14 +69,12 @@ def dataset() -> None:
 def scan(arguments: tuple[str, ...], full: bool, as_json: bool, shows: bool) -> None:
     """List images per dataset, unusable files and the reason, and held-out images that are trained on.
 
-    Reads only the headers of images, except with --full.
+    Reads only the headers of images, except with --full. With --engine=ray, a Ray cluster scans.
     """
     config, plugins = _load(arguments)
-    catalog = catalog_of(plugins)
-    specs, directory = dataset_specs(config, catalog), _directory(config)
-    training = build_datasets(specs, catalog, directory, _progress(shows))
-    held_out = build_datasets(specs, catalog, directory, _progress(shows), kind="eval")
-    found, progress = [*training, *held_out], _progress(shows)
+    progress = _progress(shows)
+    training, held_out, _ = _scanned(config, plugins, progress)
+    found = [*training, *held_out]
     damaged = [tuple(damaged_images(one, progress(one.spec.id) if progress else None)) if full else () for one in found]
     seen = trained_on(training, held_out)
     if as_json:
@@ -174,6 +174,36 @@ def _load(arguments: tuple[str, ...]) -> tuple[Config, Plugins]:
         fix = "--instance_data_dir=FOLDER, --data_backend_config=FILE, or the configuration file of a run"
         raise UserError("no dataset given", fix=fix)
     return config, command_line.plugins
+
+
+class _Scanned(NamedTuple):
+    """All datasets; `notices` are none, since each dataset has its own."""
+
+    training: tuple[Dataset, ...]
+    held_out: tuple[Dataset, ...]
+    notices: tuple[str, ...] = ()
+
+
+def _scanned(config: Config, plugins: Plugins, progress: Scan | None) -> _Scanned:
+    """Scan all datasets, in this process or by the engine that the configuration names."""
+    catalog, directory = catalog_of(plugins), _directory(config)
+    specs, found = dataset_specs(config, catalog), list[_Scanned]()
+
+    def scan(build: Callable[..., tuple[Dataset, ...]] = build_datasets) -> _Scanned:
+        training, held_out = (build(specs, catalog, directory, progress, kind=kind) for kind in ("image", "eval"))
+        found.append(_Scanned(training, held_out))
+        return found[-1]
+
+    engine = scan_entry(config, plugins, engine=True)
+    if engine is None:
+        return scan()
+    if directory is None:
+        raise UserError(f"{engine.name} scans for a folder that all its nodes see", fix="--output_dir=RUN_DIRECTORY")
+    from smalti import World
+    from smalti.parallel import GlooCommunicator
+
+    create(engine, engine.scan, config, plugins, directory, GlooCommunicator(world=World(), group=None), scan)
+    return found[-1]
 
 
 def _alignment(config: Config, plugins: Plugins) -> tuple[int, list[str]]:

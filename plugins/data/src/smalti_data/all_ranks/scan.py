@@ -50,13 +50,7 @@ def scan_datasets(
 ) -> tuple[str, ...]:
     """Scan the datasets of a run, see `smalti.ScanEntry`. *Collective*. Raises RankError."""
     notices: list[str] = []
-
-    @cache
-    def opened(dataset: str) -> tuple[DatasetSpec, Storage, MetadataSource]:
-        catalog = catalog_of(plugins)
-        spec = next(spec for spec in dataset_specs(config, catalog) if spec.id == dataset)
-        storage = catalog.open_storage(spec)
-        return spec, storage, catalog.open_source(spec, storage)
+    opened = cache(partial(open_dataset, config, plugins))
 
     def scan_here(handed: Handed) -> None:
         notices.extend(scan(build=partial(build_shared, handed)).notices)
@@ -66,6 +60,14 @@ def scan_datasets(
 
     scan_on_all_ranks(communicator, scan_here, work)
     return tuple(notices)
+
+
+def open_dataset(config: Config, plugins: Plugins, dataset: str) -> tuple[DatasetSpec, Storage, MetadataSource]:
+    """What tasks of a dataset need, beside the folder of its index."""
+    catalog = catalog_of(plugins)
+    spec = next(spec for spec in dataset_specs(config, catalog) if spec.id == dataset)
+    storage = catalog.open_storage(spec)
+    return spec, storage, catalog.open_source(spec, storage)
 
 
 def build_shared(
