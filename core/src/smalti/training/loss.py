@@ -101,8 +101,7 @@ class DenoisingLoss:
         """How each micro-batch goes through the model, in this order. Raises UserError if two terms differ."""
         found = {term.name: tuple(term.turns) for term in self.terms if tuple(term.turns) != Term.turns}
         if len({*found.values()}) > 1:
-            message = f"terms of the loss train the adapter at different strengths: {', '.join(found)}"
-            raise UserError(message, fix="leave out all but one")
+            raise UserError(f"terms train the adapter at different strengths: {', '.join(found)}", fix="leave out all but one")
         return next(iter(found.values()), Term.turns)
 
     def at(self, turn: Turn, model: nn.Module) -> AbstractContextManager[None]:
@@ -158,13 +157,11 @@ class DenoisingLoss:
                 noisy[column] = self.objective.add_noise(clean, noise, t)
                 targets[column] = self.objective.target(clean, noise, t)
             given = texts[chosen.get("caption", "")] | sizes
-            trained, place = name.startswith(POLICY), (name, column or turn.latents)
-            if (found := batch.base.get(place)) is None:
-                with nullcontext() if trained else self._base(model), parallel.autocast():
-                    found = self.family.forward(model, noisy[column], self.objective.timesteps(t), given)
-            predictions[name] = found
-            if not trained:
-                batch.base[place] = found
+            made = {} if name.startswith(POLICY) else batch.base
+            if (place := (name, column or turn.latents)) not in made:
+                with nullcontext() if name.startswith(POLICY) else self._base(model), parallel.autocast():
+                    made[place] = self.family.forward(model, noisy[column], self.objective.timesteps(t), given)
+            predictions[name] = made[place]
         return Step(
             batch=batch,
             objective=self.objective,
