@@ -1,12 +1,13 @@
-"""Sliders and preferences over ranks: what one process trains, whoever holds the pairs."""
+"""Terms of the loss over ranks: what one process trains, whoever holds the images of a term."""
 
 import json
 import shutil
+from functools import cache
 
 import pytest
 import tiny
 import torch
-from PIL import Image, ImageOps
+from PIL import Image, ImageDraw, ImageOps
 
 from smalti.checkpoint.format.safetensors_reader import TensorFiles
 
@@ -38,15 +39,19 @@ WAYS = {
     "shared": {"train_batch_size": 6, "num_processes": 2, "use_cpu": True, "context_parallel_size": 2, "fsdp_enable": True},
 }
 KINDS = {
-    "dpo": {"dpo_beta": 100},
+    "dpo": {"dpo_beta": 100, "tlora_min_rank": 1, "loraplus_lr_ratio": 4},
     "images": {"slider": "images"},
     "prompts": {"slider": "prompts", "slider_positive": "a large circle", "slider_negative": "a small circle"},
+    "kept": {"preserve": "class", "preserve_class": "cat", "preserve_weight": 0.5, "prior_outside_mask": 0.5},
 }
 TRAINED = [
     *(("dpo", way) for way in ("ddp", "fsdp", "zero")),
     *(("images", way) for way in ("accumulated", "zero", "shared")),
-    ("prompts", "ddp"),
+    *(("prompts", way) for way in ("fsdp", "zero")),
+    *(("kept", way) for way in ("accumulated", "zero", "shared")),
 ]
+ADDED = {"dpo": ["dpo"], "kept": ["preserve", "prior_outside_mask"]}
+"""Terms whose data are one image of the six of each step, so on one rank alone, and there in one micro-batch alone."""
 
 
 def whole(run) -> dict[str, torch.Tensor]:
@@ -64,22 +69,26 @@ def root(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def datasets(root, pictures):
-    """Files of datasets by kind: of preferences, a quarter of the images has a worse one, so some ranks have none in a step."""
-    (root / "others").mkdir()
-    (root / "few").mkdir()
-    for path in sorted(pictures.glob("*.png")):
+    """Files of datasets by kind, of six images. Sliders have a counterpart of each; one image has a worse one, or a mask."""
+    folders = {name: root / name for name in ("most", "one", "others", "masks")}
+    for folder in folders.values():
+        folder.mkdir()
+    for path in sorted(pictures.glob("*.png"))[:6]:
+        for one in (path, path.with_suffix(".txt")):
+            shutil.copy(one, folders["one" if path.stem == "00" else "most"])
         with Image.open(path) as image:
-            ImageOps.invert(image).save(root / "others" / path.name)
-        if int(path.stem) % 4 == 0:
-            for one in (path, path.with_suffix(".txt")):
-                shutil.copy(one, root / "few")
+            ImageOps.invert(image).save(folders["others"] / path.name)
+            mask = Image.new("L", image.size)
+        ImageDraw.Draw(mask).ellipse((4, 4, 20, 20), fill=255)
+        mask.save(folders["masks"] / path.name)
     shape = {"crop": True, "crop_aspect": "square", "crop_style": "center"}
-    whole = {"id": "all", "instance_data_dir": str(pictures), **shape}
-    few = {"id": "few", "instance_data_dir": str(root / "few"), "rejected_path": str(root / "others"), **shape}
+    most, one = ({"id": name, "instance_data_dir": str(folders[name]), **shape} for name in ("most", "one"))
+    paired = {"slider_counterpart_path": str(folders["others"])}
     entries = {
-        "dpo": [whole, few],
-        "images": [{**whole, "slider_counterpart_path": str(root / "others")}],
-        "prompts": [whole],
+        "dpo": [most, {**one, "rejected_path": str(folders["others"])}],
+        "images": [{**most, **paired}, {**one, **paired}],
+        "prompts": [most, one],
+        "kept": [most, {**one, "mask_path": str(folders["masks"]), "trigger_word": "circle"}],
     }
     for kind, found in entries.items():
         (root / f"{kind}.json").write_text(json.dumps(found))
@@ -99,18 +108,24 @@ def given(root, datasets):
 
 
 @pytest.fixture(scope="module")
-def runs(root, train, given):
-    found = {}
-    for kind, way in (*((kind, "one") for kind in KINDS), *TRAINED):
-        found[kind, way] = train(root / f"{kind}-{way}", **given(kind, way))
-        assert found[kind, way].code == 0, found[kind, way].output
-    return found
+def ran(root, train, given):
+    """ran(KIND, WAY) -> the finished run, which is made once."""
+
+    @cache
+    def once(kind, way):
+        run = train(root / f"{kind}-{way}", **given(kind, way))
+        assert run.code == 0, run.output
+        return run
+
+    return once
 
 
 @pytest.mark.parametrize(("kind", "way"), TRAINED)
-def test_losses_and_adapters_are_those_of_one_process(runs, kind, way):
-    alone, found = runs[kind, "one"], runs[kind, way]
+def test_losses_and_adapters_are_those_of_one_process(ran, kind, way):
+    alone, found = ran(kind, "one"), ran(kind, way)
     assert found.losses == pytest.approx(alone.losses, rel=2e-5)
     expected, tensors = whole(alone), whole(found)
     assert expected.keys() == tensors.keys()
     assert max(float((tensors[name] - tensor).abs().max()) for name, tensor in expected.items()) < 2e-5
+    for event in found.events("step")[1:]:  # a new adapter changes nothing
+        assert all(event["parts"][name] > 0 for name in ADDED.get(kind, ())), "its image is in each step"

@@ -88,7 +88,7 @@ def test_the_command_writes_files_that_runs_and_tools_read(pair, tmp_path, capsy
     code, output, error = commands(capsys, "adapter")(*words, "--to", str(tmp_path / "style"), "--json")
     assert code == 0, error
     shown = json.loads(output)
-    assert shown["rank"] == 4
+    assert (shown["rank"], shown["text_encoders"]) == (4, [])
     assert shown["left"]
     place, changed, weights = two_models(str(full), str(base))
     found = extracted(place, changed, weights, rank=4)
@@ -100,8 +100,22 @@ def test_the_command_writes_files_that_runs_and_tools_read(pair, tmp_path, capsy
     code, output, error = commands(capsys, "adapter")(*words, "--to", str(tmp_path / "kohya"))
     assert code == 0, error
     assert "of the change of all these layers is missing" in output
+    assert "text_encoder" not in output
     layers = AdapterFile(AdapterHeader(tmp_path / "kohya"), place.family, place.model, place.config).layers
     assert {layer.rpartition(".")[2] for layer in layers} <= {"to_q", "to_k"}
+
+
+def test_a_text_encoder_that_changed_too_is_named(pair, tmp_path, capsys):
+    _, base, full = pair
+    tuned = shutil.copytree(full, tmp_path / "tuned")
+    (file,) = (tuned / "text_encoder_2").glob("*.safetensors")
+    tensors = load_file(file)
+    tensors[max(tensors)] += 0.01
+    save_file(tensors, file, metadata={"format": "pt"})
+    words = ("extract", str(tuned), f"--base={base}", "--rank=4", "--to", str(tmp_path / "style"))
+    code, output, error = commands(capsys, "adapter")(*words)
+    assert code == 0, error
+    assert "note: text_encoder_2 changed too, which the adapter lacks" in output
 
 
 def test_two_equal_models_and_another_family_are_refused(pair, tmp_path, capsys):

@@ -154,6 +154,30 @@ def test_a_slider_of_prompts_is_imported_with_its_anchor(imported):
         "preserve_prompts",
         "preserve_weight",
     )
-    assert [values[name] for name in names] == ["prompts", "old", "young", 2.5, "prompts", ["a tree"], 0.5]
+    assert [values[name] for name in names] == ["prompts", "old", "young", 2.5, "prompts", ["a tree"], 0.25]
     assert left.keys() == {*OFF, "config.json: slider.target_class"}
     assert 'instance_prompt = "person"' in left["config.json: slider.target_class"].fix
+    values = convert(imported, type="concept_slider", slider={**slider, "anchor_class": ""})[0]
+    assert [values.get(name) for name in names[4:]] == ["blank", None, 0.5]
+    assert "preserve" not in convert(imported, type="concept_slider", slider={**slider, "anchor_class": None})[0]
+
+
+@pytest.mark.parametrize(
+    ("model", "expected"),
+    [
+        ({}, (True, None, None)),
+        ({"use_text_encoder_2": False}, (True, None, 0)),
+        ({"use_text_encoder_1": False}, (True, 0, 1e-4)),
+        ({"use_text_encoder_1": False, "use_text_encoder_2": False}, (None, None, None)),
+    ],
+)
+def test_text_encoders_of_sdxl_are_trained_at_the_rate_of_the_run(imported, model, expected):
+    """Whatever the keys of the other rates say."""
+    rates = {"lr": 1e-4, "unet_lr": 2e-4, "text_encoder_lr": 3e-4, "train_text_encoder": True, "dtype": "bf16"}
+    values, left, _ = convert(imported, model={"name_or_path": "x", "is_xl": True, **model}, train=rates)
+    names = ("train_text_encoder", "text_encoder_lr", "text_encoder_2_lr")
+    assert (tuple(values.get(name) for name in names), values["learning_rate"]) == (expected, 1e-4)
+    assert {"fc1", "fc2"} <= set(values["lora_targets"]) or not expected[0]
+    assert not any("text_encoder" in place or "unet_lr" in place for place in left)
+    _, left, _ = convert(imported, train={**rates})
+    assert [place for place in left if "text_encoder" in place] == ["config.json: train.train_text_encoder"]

@@ -278,7 +278,8 @@ RATES = {
     "text_encoder_lr=[5e-5, 5e-5]": (True, 5e-5),
     "unet_lr=2e-4\nlearning_rate=1e-4": (True, 1e-4),
     "text_encoder_lr=0": (None, None),
-    "text_encoder_lr=[5e-5, 1e-5]": (None, None),
+    "text_encoder_lr=[5e-5, 1e-5]": (True, 5e-5),
+    "text_encoder_lr=[0, 1e-5]": (None, None),
     "text_encoder_lr=5e-5\nnetwork_train_unet_only=true": (None, None),
 }
 
@@ -288,7 +289,7 @@ def test_text_encoders_of_sdxl_are_trained_at_their_rate(imported, given):
     text = f"network_module='networks.lora'\nnetwork_dim=4\nmax_train_steps=9\n{given}\n"
     values, left, _ = imported({"train.toml": text}, family="sdxl")
     assert (values.get("train_text_encoder"), values.get("text_encoder_lr")) == RATES[given]
-    assert ("train.toml: text_encoder_lr" in left) == ("1e-5" in given)
+    assert "train.toml: text_encoder_lr" not in left
     values, left, _ = imported({"train.toml": text.replace("networks.lora", "networks.lora_flux")}, family="flux")
     assert "train_text_encoder" not in values
 
@@ -353,13 +354,14 @@ def test_lora_of_convolutions_is_said_to_be_of_sdxl_only(imported, family):
     ],
 )
 def test_the_ratio_of_rates_of_lora_plus_is_that_of_the_model(imported, arguments, ratio):
+    """Of an SDXL model whose text encoders are trained at another one, that is listed."""
     values, left, _ = imported({"train.toml": f"network_dim=4\nnetwork_module='networks.lora'\nnetwork_args=['{arguments}']"})
     assert values.get("loraplus_lr_ratio") == ratio
     assert not any("loraplus" in place for place in left)
     preset = {**PRESET, **dict(each.split("=") for each in arguments.split("', '"))}
     values, left, _ = imported({"preset.json": json.dumps(preset)})
     assert values.get("loraplus_lr_ratio") == ratio
-    assert not any("loraplus" in place for place in left)
+    assert any("loraplus_text_encoder_lr_ratio" in place for place in left) == (ratio == 4 or "text" in arguments)
 
 
 def test_one_caption_dropout_of_all_datasets_is_the_option(imported):

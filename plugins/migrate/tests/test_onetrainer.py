@@ -66,9 +66,36 @@ def test_older_files_without_tables_are_read(imported):
     assert left.keys() == SECRET
 
 
-def test_what_is_on_by_default_and_not_here_is_listed(imported):
-    _, places, _ = convert(imported, [{"path": "cats", "enabled": True}], model_type="STABLE_DIFFUSION_XL_10_BASE")
-    assert [place for place in places if "text_encoder.train" in place]
+ENCODERS = {
+    "by default": ({}, {}, (True, None, None), ["text_encoder", "text_encoder_2"]),
+    "to the end": (
+        {"stop_training_after_unit": "NEVER", "learning_rate": 1e-5},
+        {"stop_training_after": 100, "learning_rate": 2e-5},
+        (True, 1e-5, 2e-5),
+        [],
+    ),
+    "the first": ({"stop_training_after": 5}, {"train": False}, (True, None, 0), ["text_encoder"]),
+    "the second": ({"train": False}, {"stop_training_after": 100, "learning_rate": 2e-5}, (True, 0, 2e-5), []),
+    "none": ({"train": False}, {"train": False}, (None, None, None), []),
+}
+
+
+@pytest.mark.parametrize("given", ENCODERS)
+def test_text_encoders_of_sdxl_are_trained_at_their_rates(imported, given):
+    first, second, expected, stopped = ENCODERS[given]
+    model = {"model_type": "STABLE_DIFFUSION_XL_10_BASE", "text_encoder": first, "text_encoder_2": second}
+    model["text_encoder_3"] = {"train": True}
+    values, left, _ = convert(imported, **model, prior={})
+    assert tuple(values.get(key) for key in ("train_text_encoder", "text_encoder_lr", "text_encoder_2_lr")) == expected
+    listed = [place.rpartition(": ")[2] for place in left if "text_encoder" in place]
+    assert listed == [f"{each}.stop_training_after" for each in stopped]
+
+
+def test_complete_text_encoders_are_not_trained_here(imported):
+    model = {"model_type": "STABLE_DIFFUSION_XL_10_BASE", "training_method": "FINE_TUNE"}
+    values, left, _ = convert(imported, **model)
+    assert "train_text_encoder" not in values
+    assert [place for place in left if "text_encoder.train" in place]
 
 
 @pytest.mark.parametrize(("image", "probability"), [({}, None), ({"enable_random_flip": True}, 0.5)])

@@ -173,6 +173,17 @@ def test_the_weight_of_an_image_is_a_factor_of_its_loss() -> None:
     assert torch.equal(loss(step, LossWeight()), (each * weights * step.weights).mean())
 
 
+def test_the_weight_of_an_image_is_a_factor_of_its_loss_outside_of_the_mask():
+    weights = torch.tensor([0.0, 1.0, 2.5])
+    term, step = PriorOutsideMask(config("--prior_outside_mask=1"), ""), step_of()
+    each = []
+    for row in range(3):
+        alone = step_of(MASKS[row : row + 1], first=row)
+        alone = replace(alone, t=step.t[row : row + 1], weights=step.weights[row : row + 1])
+        each.append(term.loss(alone))
+    torch.testing.assert_close(term.loss(step_of(loss_weight=weights)), (torch.stack(each) * weights).mean())
+
+
 def test_a_run_without_these_columns_has_no_factors() -> None:
     step = step_of()
     step = replace(step, batch=replace(step.batch, columns={}))

@@ -140,6 +140,8 @@ def test_only_images_with_a_trigger_word_preserve_a_class_and_only_in_the_steps_
     first, both, neither = (loss(model, batch_of(loss, *some, position=2), FullPrecision()).parts for some in groups)
     torch.testing.assert_close(both[1], first[1] / 2)
     assert neither[1] == 0
+    weighted = replace(batch_of(loss, ZWX, position=2), columns={"loss_weight": torch.tensor([0.25])})
+    torch.testing.assert_close(loss(model, weighted, FullPrecision()).parts, first / 4)
 
 
 @pytest.mark.parametrize(

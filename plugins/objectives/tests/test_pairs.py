@@ -60,9 +60,10 @@ class Adapter(nn.Module):
         super().__init__()
         self.base = base.requires_grad_(False)
         self.change = nn.Conv2d(3, 3, 1)
-        self.strength = 1.0
+        self.strength, self.passes = 1.0, 0
 
     def forward(self, noisy: Tensor, timesteps: Tensor, words: Tensor) -> Tensor:
+        self.passes += 1
         return self.base(noisy, timesteps, words) + self.strength * self.change(noisy)
 
 
@@ -181,7 +182,7 @@ def test_a_slider_of_prompts_has_the_loss_and_the_gradient_of_its_formula(rescal
         expected.append((formula.predicted(strength) - target).square().mean())
     assert [each.sum().item() for each in found] == pytest.approx([each.item() for each in expected], rel=1e-6)
     check_gradient(model, sum(expected) / 2)
-    assert model.strength == 1
+    assert (model.strength, model.passes) == (1, 3 + 2), "both strengths share what the model predicts without the adapter"
 
 
 def test_a_slider_of_images_learns_the_counterparts_at_the_negative_strength() -> None:
@@ -228,8 +229,8 @@ def test_a_trained_slider_moves_predictions_one_way_and_the_other(prompts: bool)
 
 def test_a_preference_has_the_loss_and_the_gradient_of_its_formula() -> None:
     loss, model = loss_and_model("--dpo_beta=1000")
-    rejected = other_images(3)
-    batch = batch_of(loss, PAIRED, PLAIN, PAIRED, rejected=rejected)
+    rejected, weights = other_images(3), torch.tensor([2.0, 0.25, 0.5])
+    batch = batch_of(loss, PAIRED, PLAIN, PAIRED, rejected=rejected, loss_weight=weights)
     [found], formula = turns_of(loss, model, batch), Formula(loss, model, batch)
 
     def gain(images: Tensor) -> Tensor:
@@ -237,8 +238,8 @@ def test_a_preference_has_the_loss_and_the_gradient_of_its_formula() -> None:
         return errors[0] - errors[1].detach()
 
     losses = -torch.log(torch.sigmoid(-500 * (gain(batch.pixels) - gain(rejected.float() / 127.5 - 1))))
-    preferred = (losses[0] + losses[2]) / 3
-    learned = (formula.predicted(1) - formula.target(batch.pixels)).square().mean((1, 2, 3))[1] / 3
+    preferred = (2 * losses[0] + losses[2] / 2) / 3
+    learned = (formula.predicted(1) - formula.target(batch.pixels)).square().mean((1, 2, 3))[1] / 3 / 4
     assert loss.names == ("denoising", "dpo")
     assert found.tolist() == pytest.approx([learned.item(), preferred.item()], rel=1e-6)
     check_gradient(model, preferred + learned)
@@ -282,8 +283,8 @@ def test_without_these_options_there_is_one_turn_and_two_terms_with_turns_are_re
         turns = (Turn(strength=2),)
 
     slider, _ = loss_and_model(*PROMPTS)
-    with pytest.raises(UserError, match="two terms"):
-        _ = replace(slider, terms=[*slider.terms, Other()]).turns
+    with pytest.raises(UserError, match="different strengths: slider, other"):
+        replace(slider, terms=[*slider.terms, Other()])
     plain = replace(loss, terms=[Other()])
     with plain.at(plain.turns[0], model):
         assert model.strength == 2

@@ -257,10 +257,13 @@ def test_old_checkpoints_are_removed_oldest_first_and_suspect_ones_do_not_count(
 
 
 def test_the_best_checkpoints_stay_in_the_mirror_and_come_back_with_their_ranking(run, place, tmp_path):
+    """And with the losses that were measured, and those of each visit of an image."""
     storage = LocalStorage(place)
     uploads = uploader(run, storage, keep=1)
-    (run.path / "evaluations").mkdir()
-    (run.path / "evaluations" / "00000001.npy").write_bytes(b"losses")
+    losses = ("evaluations/00000001.npy", "visits/2x4x1/0.bin", "visits/2x4x1/1.bin")
+    for name in losses:
+        (run.path / name).parent.mkdir(parents=True, exist_ok=True)
+        (run.path / name).write_text(name)
     for step in (1, 2, 3):
         make(run.checkpoints, step)
         (run.checkpoints / RANKING).write_text('{"keep": 1, "steps": [1, 2, 3]}')
@@ -271,7 +274,7 @@ def test_the_best_checkpoints_stay_in_the_mirror_and_come_back_with_their_rankin
     fresh = RunDirectory(tmp_path / "fresh")
     path = pull(RemoteRun(storage), fresh, "best", lambda _sentence: None)
     assert path == fresh.checkpoints / "step-00000001" == CheckpointStore(fresh.checkpoints).resolve("best")
-    assert (fresh.path / "evaluations" / "00000001.npy").read_bytes() == b"losses"
+    assert [(fresh.path / name).read_text() for name in losses] == list(losses)
 
 
 def test_a_suspect_checkpoint_is_taken_only_where_there_is_no_other(run, place, tmp_path):

@@ -7,10 +7,11 @@ from PIL import Image
 
 from smalti import DistributedPlan, FamilyEntry, hookimpl
 from smalti.config import resolve
-from smalti.errors import ConfigError, MissingPlugin, PreflightError, UserError
+from smalti.errors import ConfigError, ExitCode, MissingPlugin, PreflightError, UserError
 from smalti.launch.preflight import Preparation
 from smalti.plugins import Selection, load_plugins, schema_of
 from smalti.plugins.registry import PluginInfo
+from smalti.training import Term, Turn
 from smalti_testing import TinyFamily
 
 
@@ -24,6 +25,17 @@ class Sharing:
     @hookimpl
     def configure_distributed(self):
         return DistributedPlan(name="sharing", title="sharing", parallel="nowhere:at_all", context=2)
+
+
+class Turning:
+    """Two terms that train the adapter at strengths of their own."""
+
+    @hookimpl
+    def build_terms(self, config, family):
+        found = [Term(), Term()]
+        for number, term in enumerate(found, start=2):
+            term.name, term.turns = f"turning {number}", (Turn(), Turn(strength=-number))
+        return found
 
 
 def whole(config):
@@ -49,6 +61,13 @@ def test_a_family_that_cannot_share_tokens_is_refused_before_anything_is_written
     with pytest.raises(UserError, match="tiny cannot be trained with context parallelism"):
         Preparation.of(wanted("--model_family=whole", "--num_processes=2"), plugins, write=True)
     assert not (tmp_path / "run").exists()
+
+
+def test_terms_at_different_strengths_are_refused_before_anything_is_written(wanted, plugins, tmp_path):
+    plugins.register(PluginInfo(name="turning", distribution="turning", version="1.0"), Turning())
+    with pytest.raises(UserError, match="different strengths: turning 2, turning 3") as found:
+        Preparation.of(wanted(), plugins, write=True)
+    assert (found.value.exit_code, (tmp_path / "run").exists()) == (ExitCode.USAGE, False)
 
 
 @pytest.fixture

@@ -96,6 +96,8 @@ class MicroBatch:
     columns: Mapping[str, Tensor] = field(default_factory=dict)
     needs: frozenset[str] = frozenset()
     second_captions: Mapping[str, SecondCaptions] = field(default_factory=dict)
+    base: dict[tuple[str, str], Tensor] = field(default_factory=dict, init=False, repr=False)
+    """What the model predicts without its adapter, by pass and column of latents. The loss keeps it here, for later turns."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

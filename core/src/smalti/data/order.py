@@ -274,9 +274,7 @@ class Order:
         key = derive_seed("pass", self.seed, shape.width, shape.height, number)
         if self.passes is not None:
             return self.passes(self._contents[bucket].parts, self.effective_batch, key)
-        if self.version == 2 and size > LIMIT:
-            return ComputedPermutation(size, key)
-        return _stored(permutation(size, key))
+        return ComputedPermutation(size, key) if self.version == 2 and size > LIMIT else _stored(permutation(size, key))
 
     def _make_epoch(self, number: int) -> _Epoch:
         before, after = (self._samples_per_epoch * epoch // self._batch for epoch in (number, number + 1))

@@ -103,9 +103,7 @@ def choose_tf32(model: nn.Module, allowed: bool | None) -> None:
 
 def wants_channels_last(chosen: bool | None, family: ModelFamily, device: str) -> bool:
     """Whether a run uses channels last: as chosen, else on CUDA devices for a family whose model is `convolutional`."""
-    if chosen is None:
-        return family.convolutional and torch.device(device).type == "cuda"
-    return chosen
+    return family.convolutional and torch.device(device).type == "cuda" if chosen is None else chosen
 
 
 def use_channels_last(model: nn.Module) -> None:

@@ -173,9 +173,7 @@ def name_ranks(ranks: Sequence[int]) -> str:
 def describe(error: BaseException) -> str:
     """An exception in one line: its type, its message, and the notes about the plugin that raised it."""
     notes = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
-    if isinstance(error, UserError):
-        return f"{error}{notes}"
-    return f"{type(error).__name__}: {error}{notes}"
+    return f"{error}{notes}" if isinstance(error, UserError) else f"{type(error).__name__}: {error}{notes}"
 
 
 def exit_code_of(error: BaseException) -> ExitCode:

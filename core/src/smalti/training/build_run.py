@@ -114,8 +114,7 @@ def compare_ranks(context: Context) -> None:
     read = filter(None, (work.inputs for work in context.periodic))
     mine = "; ".join((f"config {context.config.digest}", *read, *context.plugins.versions))
     everyone = context.parallel.all_gather_text(mine)
-    if different := [rank for rank, other in enumerate(everyone) if other != everyone[0]]:
-        other = different[0]
+    if other := next((rank for rank, said in enumerate(everyone) if said != everyone[0]), 0):
         raise UserError(
             f"rank {other} differs from rank 0:\n    rank 0: {everyone[0]}\n    rank {other}: {everyone[other]}",
             fix="install the same packages and give the same configuration on every machine",

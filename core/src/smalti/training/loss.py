@@ -79,6 +79,9 @@ class DenoisingLoss:
     """Within it the model is the one without its adapter; None where there is none, or a family cannot do that."""
     terms: Sequence[Term] = ()
 
+    def __post_init__(self) -> None:
+        _ = self.turns  # refused in the launcher too
+
     @property
     def names(self) -> tuple[str, ...]:
         """What the parts of the loss are called, in their order."""
@@ -96,10 +99,10 @@ class DenoisingLoss:
     @property
     def turns(self) -> Sequence[Turn]:
         """How each micro-batch goes through the model, in this order. Raises UserError if two terms differ."""
-        found = {tuple(term.turns) for term in self.terms} - {Term.turns}
-        if len(found) > 1:
-            raise UserError("two terms of the loss train the adapter at strengths of their own", fix="leave one of them out")
-        return next(iter(found), Term.turns)
+        found = {term.name: tuple(term.turns) for term in self.terms if tuple(term.turns) != Term.turns}
+        if len({*found.values()}) > 1:
+            raise UserError(f"terms train the adapter at different strengths: {', '.join(found)}", fix="leave out all but one")
+        return next(iter(found.values()), Term.turns)
 
     def at(self, turn: Turn, model: nn.Module) -> AbstractContextManager[None]:
         """Around forward and backward pass of a turn, because the backward pass may compute parts of the model again."""
@@ -154,8 +157,11 @@ class DenoisingLoss:
                 noisy[column] = self.objective.add_noise(clean, noise, t)
                 targets[column] = self.objective.target(clean, noise, t)
             given = texts[chosen.get("caption", "")] | sizes
-            with nullcontext() if name.startswith(POLICY) else self._base(model), parallel.autocast():
-                predictions[name] = self.family.forward(model, noisy[column], self.objective.timesteps(t), given)
+            made = {} if name.startswith(POLICY) else batch.base
+            if (place := (name, column or turn.latents)) not in made:
+                with nullcontext() if name.startswith(POLICY) else self._base(model), parallel.autocast():
+                    made[place] = self.family.forward(model, noisy[column], self.objective.timesteps(t), given)
+            predictions[name] = made[place]
         return Step(
             batch=batch,
             objective=self.objective,

@@ -165,16 +165,18 @@ def extract(
     """Make a LoRA of what a complete training has changed.
 
     FULL is a pipeline, a transformer folder or a single file. One weight is in memory at a time. The error is the norm of what
-    the LoRA lacks over the norm of the change, by layers; changes of biases and norms are in no LoRA, and are listed.
+    the LoRA lacks over the norm of the change, by layers. Changes of biases, norms and text encoders are in no LoRA: they are
+    listed.
     """
     from smalti.checkpoint import check_new
-    from smalti_diffusers.lora.extraction import extracted, two_models
+    from smalti_diffusers.lora.extraction import changed_encoders, extracted, two_models
 
     check_new(target)
     place, changed, weights = two_models(full, base)
     chosen = [name for name in targets.split(",") if name]
     found = extracted(place, changed, weights, rank=rank, energy=energy, targets=chosen, device=device)
-    more = {"error": found.error, "errors": found.errors, "left": found.left}
+    encoders = changed_encoders(full, base)
+    more = {"error": found.error, "errors": found.errors, "left": found.left, "text_encoders": list(encoders)}
     _write(found.adapter, place, target, format, as_json=as_json, **more)
     if as_json:
         return
@@ -185,6 +187,8 @@ def extract(
     if found.left:
         most = max(found.left, key=lambda name: found.left[name])
         click.echo(f"note: {counted(len(found.left), 'other tensor')} changed too, most of all {most}")
+    if encoders:
+        click.echo(f"note: {' and '.join(encoders)} changed too, which the adapter lacks: use it with those of {full}")
 
 
 def _write(

@@ -39,12 +39,13 @@ def _text_encoders(config: Config) -> list[Problem]:
         message = "train_text_encoder trains an adapter of the text encoders, and this run trains the complete model"
         fix = "--model_type=lora, or leave --train_text_encoder out"
         found.append(Problem(message=message, where=config.source("train_text_encoder"), fix=fix))
-    if options.text_encoder_lr is not None and not options.train_text_encoder:
-        message = "text_encoder_lr is the learning rate of text encoders, and this run does not train them"
-        fix = "--train_text_encoder, or leave --text_encoder_lr out"
-        found.append(Problem(message=message, where=config.source("text_encoder_lr"), fix=fix))
-    if options.text_encoder_lr is not None and config[OptimizerOptions].learning_rate == 0:
-        message = "text_encoder_lr is set, and follows the schedule of a learning_rate of 0"
+    given = [name for name in ("text_encoder_lr", "text_encoder_2_lr") if config.value(name) is not None]
+    for name in () if options.train_text_encoder else given:
+        message = f"{name} is a learning rate of text encoders, and this run does not train them"
+        fix = f"--train_text_encoder, or leave --{name} out"
+        found.append(Problem(message=message, where=config.source(name), fix=fix))
+    if given and config[OptimizerOptions].learning_rate == 0:
+        message = f"{given[0]} is set, and follows the schedule of a learning_rate of 0"
         found.append(Problem(message=message, where=config.source("learning_rate"), fix="--learning_rate above 0"))
     return found
 

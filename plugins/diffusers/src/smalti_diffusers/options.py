@@ -155,6 +155,13 @@ class LoraOptions(Options):
         when="train_text_encoder",
         ge=0,
     )
+    text_encoder_2_lr: float | None = option(
+        None,
+        help="Learning rate of the adapter of the second text encoder. Default: that of the first.",
+        level="advanced",
+        when="train_text_encoder",
+        ge=0,
+    )
     lora_rank_pattern: Names = option(
         (),
         help="Rank of some layers, as NAME=RANK with names as in lora_targets. The first that matches counts.",

@@ -28,13 +28,13 @@ def mask_terms(config: Config, family: ModelFamily) -> list[Term]:
 
 
 class LossWeight(Term):
-    """Multiplies the loss of each image with its `loss_weight`."""
+    """Multiplies the loss of each image with its `loss_weight`. Other terms do it with `weighted`."""
 
     name = "loss_weight"
 
     def factor(self, step: Step) -> Tensor | None:
         weights = step.batch.columns.get("loss_weight")
-        return None if weights is None else weights.view(-1, *[1] * (step.targets[""].ndim - 1))
+        return None if weights is None else as_column(weights, step.targets[""])
 
 
 class MaskedLoss(Term):
@@ -59,7 +59,7 @@ class MaskedLoss(Term):
         weights = place_weights(step, self._options)
         if weights is None or not self._options.mask_normalise:
             return weights
-        means = weights.flatten(1).mean(1).view(-1, *[1] * (weights.ndim - 1))
+        means = as_column(weights.flatten(1).mean(1), weights)
         return torch.where(means > 0, weights / means, 0.0)
 
 
@@ -90,8 +90,19 @@ class PriorOutsideMask(Term):
         if weights is None or "base" not in step.predictions:
             return None
         outside, errors = 1 - weights, step.errors(against="base")
-        sums = outside.flatten(1).sum(1).clamp(min=1).view(-1, *[1] * (errors.ndim - 1))
-        return step.mean(errors * outside * (outside[0].numel() / sums))
+        sums = as_column(outside.flatten(1).sum(1).clamp(min=1), errors)
+        return step.mean(weighted(step, errors * outside * (outside[0].numel() / sums)))
+
+
+def weighted(step: Step, losses: Tensor) -> Tensor:
+    """Losses (B, ...) of a term, those of each image multiplied with its `loss_weight`."""
+    weights = step.batch.columns.get("loss_weight")
+    return losses if weights is None else losses * as_column(weights, losses)
+
+
+def as_column(values: Tensor, like: Tensor) -> Tensor:
+    """(B,) values as (B, 1, ...)."""
+    return values.view(-1, *[1] * (like.ndim - 1))
 
 
 def place_weights(step: Step, options: MaskOptions) -> Tensor | None:
@@ -103,4 +114,4 @@ def place_weights(step: Step, options: MaskOptions) -> Tensor | None:
     if options.mask_probability == 1:
         return weights
     used = step.noise.column(step.batch.numbers, RandomColumn.MASK) < options.mask_probability
-    return torch.where(to_device(used, weights.device).view(-1, *[1] * (weights.ndim - 1)), weights, 1.0)
+    return torch.where(as_column(to_device(used, weights.device), weights), weights, 1.0)

@@ -33,7 +33,7 @@ class ObjectivesOptions(Options):
         None,
         help="Train an adapter for both directions, by two prompts or by pairs of images (`slider_counterpart_path`)."
         " At the strength -1 it does the opposite of what it does at 1.",
-        tradeoff="a step takes twice as long with images, four times with prompts",
+        tradeoff="a step takes twice as long with images, three times with prompts",
     )
     slider_positive: str | None = option(
         None, help="What there is to be more of at positive strengths, such as `a very old person`.", when="slider == prompts"

@@ -21,7 +21,7 @@ from smalti.models import ModelFamily
 from smalti.parallel import to_device
 from smalti.training import POLICY, Step, Term, lacks_base
 from smalti_objectives.columns.images import check_encoder
-from smalti_objectives.masked_loss import MaskedLoss
+from smalti_objectives.masked_loss import MaskedLoss, as_column, weighted
 from smalti_objectives.options import ObjectivesOptions
 
 REJECTED = "rejected"
@@ -57,14 +57,14 @@ class Preference(Term):
         return ("base", f"{POLICY}|latents={REJECTED}", f"base|latents={REJECTED}") if paired else ()
 
     def factor(self, step: Step) -> Tensor | None:
-        return 1 - _as_column(_paired(step), step.targets[""])
+        return 1 - as_column(_paired(step), step.targets[""])
 
     def loss(self, step: Step) -> Tensor | None:
         if f"{POLICY}|latents={REJECTED}" not in step.predictions:
             return None
         better, worse = (self._gain(step, f"|latents={REJECTED}" if rejected else "") for rejected in (False, True))
         losses = -F.logsigmoid(-self._beta / 2 * step.weights * (better - worse))
-        return (losses * _paired(step)).mean()
+        return weighted(step, losses * _paired(step)).mean()
 
     def _gain(self, step: Step, latents: str) -> Tensor:
         """(B,): by how much the mean error with the adapter is above that without it."""
@@ -76,8 +76,3 @@ class Preference(Term):
 def _paired(step: Step) -> Tensor:
     """(B,): 1 for images with a rejected one, else 0."""
     return to_device(torch.tensor([float(REJECTED in spec.columns) for spec in step.batch.datasets]), step.t.device)
-
-
-def _as_column(values: Tensor, like: Tensor) -> Tensor:
-    """(B,) values as (B, 1, ...)."""
-    return values.view(-1, *[1] * (like.ndim - 1))

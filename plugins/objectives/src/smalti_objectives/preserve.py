@@ -21,6 +21,7 @@ from smalti.diffusion import RandomColumn, SampleNoise
 from smalti.models import ModelFamily
 from smalti.parallel import to_device
 from smalti.training import Step, Term, lacks_base
+from smalti_objectives.masked_loss import as_column, weighted
 from smalti_objectives.options import ObjectivesOptions
 
 POLICY, BASE = "policy|caption=preserve", "base|caption=preserve"
@@ -71,7 +72,7 @@ class Preservation(Term):
             return None
         errors = step.errors(POLICY, against=BASE)
         chosen = torch.tensor([self._applies_to(spec) for spec in step.batch.datasets])
-        return step.mean(errors * to_device(chosen, errors.device).view(-1, *[1] * (errors.ndim - 1)))
+        return step.mean(weighted(step, errors * as_column(to_device(chosen, errors.device), errors)))
 
     def _applies_to(self, spec: DatasetSpec) -> bool:
         """Regularisation data are held to the same model anyway."""

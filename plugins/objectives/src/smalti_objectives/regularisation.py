@@ -15,6 +15,7 @@ from smalti.data import DatasetSpec
 from smalti.models import ModelFamily
 from smalti.parallel import to_device
 from smalti.training import Step, Term, lacks_base
+from smalti_objectives.masked_loss import as_column
 
 
 class Regularisation(Term):
@@ -40,5 +41,6 @@ class Regularisation(Term):
         if "base" not in step.predictions:
             return target
         chosen = torch.tensor([spec.is_regularisation_data for spec in step.batch.datasets])
-        chosen = to_device(chosen, target.device).view(-1, *[1] * (target.ndim - 1))
-        return torch.where(chosen, step.predictions["base"].float(), target.float())
+        return torch.where(
+            as_column(to_device(chosen, target.device), target), step.predictions["base"].float(), target.float()
+        )

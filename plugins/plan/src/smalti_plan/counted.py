@@ -109,6 +109,7 @@ def count(request: Mapping[str, object]) -> ModelFacts:
     """The facts, counted in this process. Imports torch."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
+    from smalti.data import pass_parts
     from smalti.models import dry_run
     from smalti.training import POLICY, build_model, denoising_loss
     from smalti_plan.counting import count_facts
@@ -138,7 +139,9 @@ def count(request: Mapping[str, object]) -> ModelFacts:
         kind=str(request["kind"]),
         source=largest.source,
     )
-    sample = replace(found.sample, trained_passes=1 + trained, other_passes=len(needs) - trained, turns=len(loss.turns))
+    others = {(name, pass_parts(name).get("latents") or turn.latents) for name in needs for turn in loss.turns}
+    others = {each for each in others if not each[0].startswith(POLICY)}
+    sample = replace(found.sample, trained_passes=1 + trained, other_passes=len(others), turns=len(loss.turns))
     return replace(found, sample=sample)
 
 

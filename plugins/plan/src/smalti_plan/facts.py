@@ -42,7 +42,7 @@ class SampleFacts:
     Outside of the blocks the backward pass needs `saved` bytes, and autocast copies `copied` bytes of weights. `operations`
     counts the operations that torch dispatches in a forward pass. `text_tokens` is the longest row that conditions it (0: there
     is none), `source` in words where the size of the image is from. Terms of the loss make a micro-batch go through the model
-    in several `turns`, each of `trained_passes` forward passes that have a backward pass and `other_passes` that have none.
+    in several `turns`, each of `trained_passes` forward passes that have a backward pass; `other_passes` in all have none.
     """
 
     width: int

@@ -41,10 +41,13 @@ def trained_encoders(config: Config | None, adaptable: tuple[str, ...], family: 
     return adaptable
 
 
-def encoder_ratio(config: Config | None) -> float:
-    """The learning rate of adapters in text encoders, by that of the model's."""
-    rate = None if config is None else config[LoraOptions].text_encoder_lr
-    return 1.0 if config is None or rate is None else rate / config[OptimizerOptions].learning_rate
+def encoder_ratios(config: Config | None) -> Mapping[str, float]:
+    """Text encoder -> the learning rate of its adapter, by that of the model's. Encoders with the same rate can be left out."""
+    if config is None:
+        return {}
+    first, second = config[LoraOptions].text_encoder_lr, config[LoraOptions].text_encoder_2_lr
+    rates = zip(KOHYA, (first, first if second is None else second), strict=True)
+    return {part: rate / config[OptimizerOptions].learning_rate for part, rate in rates if rate is not None}
 
 
 def spellings(layer: str) -> list[str]:

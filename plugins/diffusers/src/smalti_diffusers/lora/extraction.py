@@ -14,11 +14,13 @@ from torch import Tensor
 
 from smalti import UserError
 from smalti_diffusers.lora.adapter import adapted_layers, fits
+from smalti_diffusers.lora.encoders import CLIP
 from smalti_diffusers.lora.workshop import AdaptedModel, HeldAdapter, described
 from smalti_diffusers.sources.components import Components, PartWeights
 from smalti_diffusers.sources.model_file import ModelFile
 from smalti_diffusers.sources.start import check_family, model_alone, open_beside_base, open_pipeline
 
+_ENCODERS = ("text_encoder", "text_encoder_2", "text_encoder_3")
 _TINY = 1e-6
 """Singular values below this share of the largest one come from rounding: they get no rank."""
 
@@ -42,6 +44,35 @@ def two_models(full: str, base: str) -> tuple[AdaptedModel, PartWeights, PartWei
 
     `full` is a pipeline, a transformer folder or a single file. Raises UserError where the two do not fit each other.
     """
+    place, changed, components = _opened(full, base)
+    return place, changed.weights(place.part), components.weights(place.part)
+
+
+def changed_encoders(full: str, base: str) -> tuple[str, ...]:
+    """The text encoders of `full` that are not those of `base`, by their names in the pipeline: the adapter lacks their change.
+
+    They are compared tensor by tensor, in the smaller of both types, until one differs.
+    """
+    _, changed, components = _opened(full, base)
+    own = [part for part in _ENCODERS if components.has(part) and changed.has(part)]
+    own = [part for part in own if changed.folder != components.folder or part in changed.replaced]
+    return tuple(part for part in own if _differ(changed.weights(part), components.weights(part)))
+
+
+def _differ(changed: PartWeights, base: PartWeights) -> bool:
+    """Newer versions of transformers leave a part of the names out in some classes."""
+    names = {name.removeprefix(CLIP): name for name in base.names()}
+    for name in changed.names():
+        if (there := names.get(name.removeprefix(CLIP))) is None:
+            continue
+        one, other = changed.get(name), base.get(there)
+        kind = min(one.dtype, other.dtype, key=lambda each: each.itemsize)
+        if not torch.equal(one.to(kind), other.to(kind)):
+            return True
+    return False
+
+
+def _opened(full: str, base: str) -> tuple[AdaptedModel, Components, Components]:
     components = open_pipeline(base, None, None)
     place = described(components, base)
     alone = model_alone(full, place.part, None, None)
@@ -49,7 +80,7 @@ def two_models(full: str, base: str) -> tuple[AdaptedModel, PartWeights, PartWei
         check_family(alone, place.family)
     changed = open_pipeline(full, None, None) if alone is None else open_beside_base(alone, place.part, base, None, None)
     _compare(changed, components, place, full)
-    return place, changed.weights(place.part), components.weights(place.part)
+    return place, changed, components
 
 
 def _compare(changed: Components, base: Components, place: AdaptedModel, full: str) -> None:

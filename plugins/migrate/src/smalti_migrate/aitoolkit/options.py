@@ -48,6 +48,7 @@ def imported(files: Sequence[Opened], family: str | None = None) -> Imported:
         attempt(result, step, found, result)
     if kind == "lora":
         attempt(result, add_adapter, found, chosen, result)
+    attempt(result, _encoders, found, kind, chosen, result)
     attempt(result, _quantised, found, kind, result)
     if chosen not in DDPM_FAMILIES and chosen:
         attempt(result, _timesteps, found, result)
@@ -118,7 +119,7 @@ def _run(found: Values, result: Imported) -> None:
     elif legacy is not None:
         result.settled.append(legacy.place)
     result.add("max_train_steps", total, source_text("", steps.place, steps.value, total, note))
-    result.copy("learning_rate", found.first("train.unet_lr", "train.lr", default=1e-6), number)
+    result.copy("learning_rate", found.first("train.lr", default=1e-6), number)
     loss = found.first("train.loss_type", default="mse")
     if str(loss.value) not in ("mse", "l2"):
         result.leave(loss.place, "smalti has l2, huber and smooth_l1", fix='loss_type = "l2"', value=loss.value)
@@ -278,8 +279,33 @@ def _preservation(found: Values, result: Imported) -> None:
         return
 
 
+def _encoders(found: Values, kind: str, family: str, result: Imported) -> None:
+    """Adapters in the text encoders of SDXL, all linear layers of their blocks, at the rate of the run."""
+    train = found.get("train.train_text_encoder")
+    used = {key: found.first(f"model.use_{key}", default=True) for key in ("text_encoder_1", "text_encoder_2")}
+    if train is None or not train.read(switch):
+        return
+    result.settled.append(train.place)
+    if not any(each.read(switch) for each in used.values()):
+        return
+    if kind != "lora" or family != "sdxl":
+        why, fix = "text encoders are trained for SDXL only, by an adapter", "train_text_encoder = true for a LoRA of SDXL"
+        result.leave(train.place, why, fix=fix, value=train.value)
+        return
+    result.add("train_text_encoder", True, train.place)
+    first, second = used.values()
+    if not first.read(switch):
+        result.add("text_encoder_lr", 0.0, first.place)
+        result.copy("text_encoder_2_lr", found.first("train.lr", default=1e-6), number)
+    elif not second.read(switch):
+        result.add("text_encoder_2_lr", 0.0, second.place)
+    line = result.lines.get("lora_targets")
+    if line is not None and isinstance(line.value, list):
+        result.add("lora_targets", [*line.value, "fc1", "fc2"], f"{line.source}, and of the text encoders")
+
+
 def _slider(found: Values, result: Imported) -> None:
-    """A slider of prompts. Its anchor is what is preserved."""
+    """A slider of prompts. Its anchor is what is preserved: of three errors there, two are the same one."""
     kind = found.first("type", default="")
     if kind.value != tables.SLIDER:
         return
@@ -291,11 +317,13 @@ def _slider(found: Values, result: Imported) -> None:
     ):
         if f"slider.{key}" in found:
             result.copy(name, found[f"slider.{key}"], convert)
-    anchor = found.first("slider.anchor_class", default="")
-    if anchor.value:
-        result.add("preserve", "prompts", anchor.place)
-        result.add("preserve_prompts", [str(anchor.value)], anchor.place)
-        result.copy("preserve_weight", found.first("slider.anchor_strength", default=1.0), number)
+    anchor, strength = found.get("slider.anchor_class"), found.first("slider.anchor_strength", default=1.0)
+    if anchor is not None and anchor.value is not None:
+        result.add("preserve", "prompts" if anchor.value else "blank", anchor.place)
+        if anchor.value:
+            result.add("preserve_prompts", [str(anchor.value)], anchor.place)
+        weight, note = strength.read(number) / 2, "the errors of sliders count twice there"
+        result.add("preserve_weight", weight, source_text("", strength.place, strength.value, weight, note))
     target = found.first("slider.target_class", default="")
     if target.value:
         why, fix = (

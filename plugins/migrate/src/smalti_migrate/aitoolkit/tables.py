@@ -48,6 +48,8 @@ TIMESTEPS = {
 } | {"lumina2_shift": "uniform"}
 """`train.timestep_type` -> how timesteps are sampled. Only the last three are shifted, by the image size."""
 
+ADAPTED = ("train_text_encoder", "text_encoder_lr", "text_encoder_2_lr", "lora_targets")
+
 FILE: tuple[Rule, ...] = (
     read("config.name", "output_dir"),
     *no_effect("""
@@ -90,7 +92,7 @@ OPTIONS: tuple[Rule, ...] = (
     option("train.gradient_checkpointing", "gradient_checkpointing", switch, default=True),
     option("train.dtype", "mixed_precision", precision, note="fp16 becomes auto: bf16 where the device has it", default="fp32"),
     read("train.lr", "learning_rate", note="the default is 1e-6"),
-    read("train.unet_lr", "learning_rate", note="overrides train.lr"),
+    read("train.train_text_encoder", *ADAPTED, note="of a LoRA of SDXL, at the rate of the run; others are not trained here"),
     read("train.optimizer", "optimizer"),
     read("train.optimizer_params.weight_decay", "adam_weight_decay"),
     read("train.optimizer_params.betas", "adam_beta1", "adam_beta2"),
@@ -140,8 +142,8 @@ OPTIONS: tuple[Rule, ...] = (
     read("slider.positive_prompt", "slider_positive", note="of the type concept_slider"),
     read("slider.negative_prompt", "slider_negative"),
     read("slider.guidance_strength", "slider_guidance", note="3 by default, as there"),
-    read("slider.anchor_class", "preserve_prompts", note="with preserve = prompts"),
-    read("slider.anchor_strength", "preserve_weight", off=(*OFF, 1)),
+    read("slider.anchor_class", "preserve", "preserve_prompts", note="blank if it is an empty text"),
+    read("slider.anchor_strength", "preserve_weight", note="half of it; 1 by default there", off=(*OFF, 1)),
     read("slider.target_class", note="here a slider starts from the captions of the images"),
     *no_effect("""
         - only for adapters that are listed themselves | network.lokr_full_rank network.lokr_factor
@@ -153,6 +155,9 @@ OPTIONS: tuple[Rule, ...] = (
         - the model is loaded as its pipeline describes it | model.use_flux_cfg
         - only with layer_offloading | model.layer_offloading_transformer_percent model.layer_offloading_text_encoder_percent
         - the trained part is the model itself | train.train_unet
+        - only of text encoders that are trained here, see train.train_text_encoder | model.use_text_encoder_1
+          model.use_text_encoder_2
+        - everything trains at train.lr there | train.unet_lr train.text_encoder_lr
         - only with a key that is listed itself | train.reg_weight train.switch_boundary_every
         - torch's attention is always used | train.xformers train.sdp train.attention_backend
         - captions are encoded once, and text encoders freed | train.unload_text_encoder train.cache_text_embeddings
@@ -175,8 +180,6 @@ OPTIONS: tuple[Rule, ...] = (
         - the EMA does not change the weights | train.ema_config.use_feedback
         - a weight over timesteps is not supported | train.linear_timesteps train.linear_timesteps2
         - another weighting than min-SNR | train.snr_gamma | snr_gamma is min_snr_gamma here
-        - text encoders are trained for SDXL only | train.train_text_encoder train.text_encoder_lr | train_text_encoder = true
-          and text_encoder_lr for SDXL
         - noise and latents are not modified | train.noise_offset train.dynamic_noise_offset train.force_consistent_noise
           train.blended_blur_noise
         - there is no loss of guidance | train.do_guidance_loss

@@ -102,7 +102,9 @@ def add_layers(found: Values, family: str, result: Imported) -> None:
     """Set `lora_targets`, and list what is adapted there and not here."""
     module, given = found.first("network_module"), found.first("network_args", default="")
     words, place = words_in(given), given.place
-    _add_rates(words, place, result)
+    if ratio := _ratios(words)[0]:
+        result.add("loraplus_lr_ratio", ratio, f"{place} {', '.join(key for key in RATIOS if key in words)}")
+    words = {key: value for key, value in words.items() if key not in RATIOS}
     if family not in BLOCKS or ("network_module" in found and str(module.value) not in NETWORKS):
         fix = "lora_targets = [...]; the family has a default"
         result.leave(module.place, "the layers that it adapts are not known here", fix=fix, value=module.value)
@@ -131,11 +133,10 @@ def add_layers(found: Values, family: str, result: Imported) -> None:
             result.leave(f"{place} {key}", why, fix="lora_targets chooses layers" if ranks else "", value=value)
 
 
-def _add_rates(words: dict[str, str], place: str, result: Imported) -> None:
-    """Take the arguments of LoRA+ out of `words`; 0 is none. Text encoders get the same, where they are trained."""
-    ratios = {key: number(words.pop(key, "0") or "0") for key in RATIOS}
-    if chosen := next((key for key, ratio in ratios.items() if ratio and "text" not in key), None):
-        result.add("loraplus_lr_ratio", ratios[chosen], f"{place} {chosen}")
+def _ratios(words: Mapping[str, str]) -> tuple[float, float]:
+    """The ratios of LoRA+ of the model, and of text encoders; 0 is none."""
+    model, both, encoders = (number(words.get(key) or "0") for key in RATIOS)
+    return model or both, encoders or both
 
 
 def add_text_encoders(found: Values, family: str, result: Imported) -> None:
@@ -153,22 +154,21 @@ def add_text_encoders(found: Values, family: str, result: Imported) -> None:
 
 
 def _add_encoders_of_sdxl(found: Values, place: str, result: Imported) -> None:
-    """Set their learning rate, which is one for both here, and the layers that are not among the default ones."""
-    rate = found.get("text_encoder_lr")
+    """Set their learning rate, which is the first there if there are several, and the layers that no default has."""
+    rate, words = found.get("text_encoder_lr"), found.first("network_args", default="")
     if rate is None and "unet_lr" in found:
         rate = found.first("learning_rate", default=2e-6)
     values = [] if rate is None else rate.value if isinstance(rate.value, list) else [rate.value]
-    rates = {number(each) for each in values}
-    if rate is not None and rates == {0}:
+    if rate is not None and values and number(values[0]) == 0:
         result.settled.append(rate.place)
         return
-    if rate is not None and len(rates) > 1:
-        fix = "train_text_encoder = true, with one text_encoder_lr"
-        result.leave(rate.place, "both text encoders have one learning rate here", fix=fix, value=rate.value)
-        return
     result.add("train_text_encoder", True, place)
-    if rate is not None and rates:
-        result.add("text_encoder_lr", rates.pop(), rate.place)
+    if rate is not None and values:
+        result.add("text_encoder_lr", number(values[0]), rate.place + (", the first, as there" if len(values) > 1 else ""))
+    model, encoders = (ratio or 1 for ratio in _ratios(words_in(words)))
+    if model != encoders:
+        why = f"text encoders have the ratio of LoRA+ that the model has here: {model:g}"
+        result.leave(f"{words.place} {RATIOS[-1]}", why, fix="loraplus_lr_ratio is of both", value=encoders)
     if (line := result.lines.get("lora_targets")) is not None and isinstance(line.value, list):
         result.add("lora_targets", [*line.value, "fc1", "fc2"], f"{line.source}, and of the text encoders")
 

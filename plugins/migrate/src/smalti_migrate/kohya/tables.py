@@ -70,7 +70,12 @@ OPTIONS: tuple[Rule, ...] = (
     option("network_alpha", "lora_alpha", number, default=1),
     read("network_args", "lora_targets", "loraplus_lr_ratio", note="by default, all linear layers of the blocks, as there"),
     read("network_train_unet_only", "train_text_encoder", note="off by default there; text encoders are trained for SDXL only"),
-    read("text_encoder_lr", "text_encoder_lr", "train_text_encoder", note="0 leaves them as they are; one rate for both"),
+    read(
+        "text_encoder_lr",
+        "text_encoder_lr",
+        "train_text_encoder",
+        note="0 leaves them as they are; of several the first, as there",
+    ),
     option("network_weights", "init_lora", path, note="rank and alpha of the file are those of the run"),
     option("network_dropout", "lora_dropout", number, note="at the input of the first matrix here, at its output there"),
     option("gradient_checkpointing", "gradient_checkpointing", switch),

@@ -12,8 +12,9 @@ from smalti_migrate.onetrainer.data import datasets_of, samples_of, without_conc
 from smalti_migrate.onetrainer.layers import add_layers
 from smalti_migrate.rules import Found, Imported, Values, attempt, convert_options, source_text
 
-_ENCODERS = "text encoders are trained for SDXL only, both or none"
-_BOTH = "train_text_encoder = true and text_encoder_lr train both"
+_ENCODERS = "text encoders are trained for SDXL only, by an adapter"
+_ALL_STEPS = "text encoders are trained in all steps here"
+_STOPS = {"": 30, "_unit": "EPOCH"}
 
 
 def imported(files: Sequence[Opened], family: str | None = None) -> Imported:
@@ -31,8 +32,8 @@ def imported(files: Sequence[Opened], family: str | None = None) -> Imported:
         attempt(result, step, found, result)
     attempt(result, _base, found, kind, result)
     attempt(result, _timesteps, found, chosen, result)
-    _encoders(found, chosen, result)
     attempt(result, add_layers, found, chosen, kind, result)
+    attempt(result, _encoders, found, chosen, kind, result)
     attempt(result, _data, files, found, result)
     convert_options(fitting(tables.OPTIONS, kind, chosen), found, result)
     return result
@@ -227,18 +228,54 @@ def _timesteps(found: Values, family: str, result: Imported) -> None:
         result.copy("flux_guidance_value", _of_part(found, "guidance_scale", default=1), number)
 
 
-def _encoders(found: Values, family: str, result: Imported) -> None:
+def _encoders(found: Values, family: str, kind: str, result: Imported) -> None:
     """Caption dropout, which is of each text encoder there; and text encoders that are trained, by default."""
     rates = [found[f"{each}.dropout_probability"] for each in tables.ENCODERS if f"{each}.dropout_probability" in found]
     rate = rates[0] if rates else found.first("text_encoder.dropout_probability", default=0.0)
     attempt(result, result.copy, "caption_dropout_probability", rate, number)
     result.settled += [each.place for each in rates if each.value == rate.value]
-    for each in tables.ENCODERS if family else ():
-        train = found.get(f"{each}.train")
-        if train is not None and train.value is True:
-            result.leave(train.place, _ENCODERS, fix=_BOTH if family == "sdxl" else "", value=True)
-    if family == "sdxl" and "text_encoder.train" not in found:
-        result.leave(found.first("text_encoder.train").place, _ENCODERS, fix=_BOTH, value=True)
+    trained = [each for each in tables.ENCODERS if found.on(f"{each}.train")]
+    if family == "sdxl":  # which has two, whatever a file says of others
+        result.settled += [found[f"{each}.train"].place for each in trained if each not in tables.ENCODERS[:2]]
+        trained = [each for each in tables.ENCODERS[:2] if f"{each}.train" not in found or each in trained]
+    if family == "sdxl" and kind == "lora" and trained:
+        attempt(result, _adapt_encoders, found, trained, result)
+        return
+    for each in trained if family else ():
+        result.leave(found.first(f"{each}.train", default=True).place, _ENCODERS, value=True)
+
+
+def _adapt_encoders(found: Values, trained: Sequence[str], result: Imported) -> None:
+    """Train adapters of these text encoders of SDXL, in all their linear layers, at their rates. The other one's rate is 0."""
+    for each in trained:
+        train = found.first(f"{each}.train", default=True)
+        result.add("train_text_encoder", True, train.place)
+        result.settled.append(train.place)
+    run, rates = found.first("learning_rate", default=3e-6), list[tuple[str, float, str]]()
+    for name, each in zip(("text_encoder_lr", "text_encoder_2_lr"), tables.ENCODERS, strict=False):
+        own = found.get(f"{each}.learning_rate")
+        rate = own if own is not None and own.value is not None else run
+        given = each in trained
+        rates.append((name, rate.read(number) if given else 0.0, rate.place if given else found[f"{each}.train"].place))
+        if given:
+            _stop(found, each, result)
+    first, second = rates
+    if first[1] != result.value("learning_rate"):
+        result.add(*first)
+    if second[1] != first[1]:
+        result.add(*second)
+    line = result.lines.get("lora_targets")
+    if line is not None and isinstance(line.value, list) and ".*" not in line.value:
+        result.add("lora_targets", [*line.value, "fc1", "fc2"], f"{line.source}, and of the text encoders")
+
+
+def _stop(found: Values, encoder: str, result: Imported) -> None:
+    """List when a text encoder stops training, if that is before the end: after 30 epochs unless the file says otherwise."""
+    after, unit = (found.first(f"{encoder}.stop_training_after{key}", default=value) for key, value in _STOPS.items())
+    epochs = found.first("epochs", default=100)
+    if str(unit.value) == "NEVER" or (str(unit.value) == "EPOCH" and after.read(whole) >= epochs.read(whole)):
+        return
+    result.leave(after.place, _ALL_STEPS, fix="fewer num_train_epochs", value=f"{after.value} {str(unit.value).lower()}")
 
 
 def _saving(found: Values, result: Imported) -> None:

@@ -65,6 +65,7 @@ BASE_DTYPES = {"BFLOAT_16": "bf16", "FLOAT_16": "bf16", "FLOAT_32": "fp32", "TFL
 PARTS = ("unet", "transformer", "prior")
 """Where settings of the trained model can stand. Older files say `prior` for a transformer."""
 ENCODERS = ("text_encoder", "text_encoder_2", "text_encoder_3", "text_encoder_4")
+ADAPTED = ("train_text_encoder", "text_encoder_lr", "text_encoder_2_lr", "lora_targets")
 
 
 def train_dtype(value: object) -> str:
@@ -94,11 +95,12 @@ def _part(name: str) -> tuple[Rule, ...]:
 def _encoder(name: str) -> tuple[Rule, ...]:
     return (
         read(f"{name}.dropout_probability", "caption_dropout_probability", note="of all text encoders together here"),
-        read(f"{name}.train", note="text encoders are not trained here"),
+        read(f"{name}.train", *ADAPTED, note="of a LoRA of SDXL, where it is true by default; others are not trained here"),
         *no_effect(f"""
-        - text encoders are frozen, and freed once captions are encoded | {name}: weight_dtype learning_rate stop_training_after
-          stop_training_after_unit train_embedding attention_mask guidance_scale include model_name gradient_checkpointing
-          activation_offloading offload_fraction
+        - only of text encoders that are trained here, see train | {name}: learning_rate stop_training_after
+          stop_training_after_unit
+        - text encoders are kept as they are loaded | {name}: weight_dtype train_embedding attention_mask guidance_scale include
+          model_name gradient_checkpointing activation_offloading offload_fraction
         """),
         *unsupported(f"- the layer of the text encoder is the pipeline's | {name}_layer_skip"),
     )

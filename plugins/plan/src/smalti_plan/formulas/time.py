@@ -120,7 +120,8 @@ def _passes(
     dispatch = sample.operations * efficiency.dispatch
     own = model.tensors * strategy.operations.get("micro-batch", 0) * efficiency.dispatch
     trained = model.trained / model.parameters
-    forward, backward = (sample.turns * count for count in (sample.trained_passes + sample.other_passes, sample.trained_passes))
+    backward = sample.turns * sample.trained_passes
+    forward = backward + sample.other_passes
     return (
         (forward * products, forward * dispatch + own / 2),
         (backward * (1.0 + trained + again) * products, backward * (2.0 + again) * dispatch + own / 2),

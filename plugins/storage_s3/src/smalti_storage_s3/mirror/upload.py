@@ -51,7 +51,7 @@ WORK = "mirror"
 """The folder of a run directory in which an upload works."""
 RUN_FILES = (
     *("run.json", "config.toml", "launch.json", "accelerate*.yaml", "events*.jsonl"),
-    *(f"checkpoints/{RANKING}", "evaluations/*.npy", "evaluations/images.json"),
+    *(f"checkpoints/{RANKING}", "evaluations/*.npy", "evaluations/images.json", "visits/*/*.bin"),
 )
 """The files of a run directory that each upload replaces in the mirror. Checkpoints are never replaced."""
 CLAIM = ".claim.json"
