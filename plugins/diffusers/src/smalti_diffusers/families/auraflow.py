@@ -32,5 +32,5 @@ class AuraFlow(TransformerFamily):
     def prompts(self, conditioning: Conditioning, unconditional: Conditioning) -> dict[str, object]:
         """The pipeline asks for masks and does not use them."""
         everything = torch.ones(conditioning["tokens"].shape[:2], dtype=torch.int64, device=self.device)
-        masks = dict.fromkeys(("prompt_attention_mask", "negative_prompt_attention_mask"), everything)
-        return super().prompts(conditioning, unconditional) | masks
+        masks = ("prompt_attention_mask", "negative_prompt_attention_mask")
+        return {**super().prompts(conditioning, unconditional), **dict.fromkeys(masks, everything)}

@@ -74,7 +74,7 @@ class QwenImage(TransformerFamily):
         empty, of_empty = _as_long_as_the_longest(unconditional["tokens"], unconditional["mask"])
         if of_empty is None:
             of_empty = torch.ones(empty.shape[:2], dtype=torch.int64, device=empty.device)
-        given = {"prompt_embeds": tokens, "prompt_embeds_mask": mask}
+        given: dict[str, object] = {"prompt_embeds": tokens, "prompt_embeds_mask": mask}
         return given | {"negative_prompt_embeds": empty, "negative_prompt_embeds_mask": of_empty}
 
     def sampling(self, request: SampleRequest) -> dict[str, object]:
