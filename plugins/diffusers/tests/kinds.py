@@ -2,7 +2,7 @@
 
 import tiny
 
-from smalti_diffusers.families.flux import pack
+from smalti_diffusers.families.tokens import pack
 
 MAKERS = {
     "flux": ("flux", tiny.flux, {}),

@@ -21,10 +21,10 @@ from smalti.plugins.discovery import load_plugins
 from smalti.plugins.lookup import find_family
 from smalti.plugins.schema import schema_of
 from smalti.training.loss import denoising_loss
-from smalti_diffusers.families.flux import unpack
 from smalti_diffusers.families.flux2 import Flux2
 from smalti_diffusers.families.lumina2 import Lumina2
 from smalti_diffusers.families.sana import Sana
+from smalti_diffusers.families.tokens import unpack
 from smalti_diffusers.options import DiffusersOptions
 from smalti_diffusers.pipeline import PipelineFamily
 from smalti_diffusers.sources.components import Components

@@ -17,7 +17,7 @@ from smalti.models.size_conditioning import SizeConditioning
 from smalti.models.weights import materialise
 from smalti.plugins.discovery import Selection, load_plugins
 from smalti.plugins.schema import schema_of
-from smalti_diffusers.families.sdxl import Sdxl, family
+from smalti_diffusers.families.sdxl import Sdxl
 from smalti_diffusers.flavours import shipped_folder
 from smalti_diffusers.options import DiffusersOptions
 from smalti_diffusers.sources.components import Components
@@ -42,7 +42,7 @@ def configured(schema):
 
     def give(folder, *flags):
         given = ("--model_family=sdxl", f"--pretrained_model_name_or_path={folder}", *flags)
-        return family(resolve(schema, given, environment={}))
+        return Sdxl.create(resolve(schema, given, environment={}))
 
     return give
 

@@ -246,6 +246,13 @@ def test_a_file_with_two_keys_of_simpletuner_gets_its_defaults_and_says_so_once(
     assert config.source("ema_device").startswith("SimpleTuner's default (")
 
 
+def test_a_file_of_simpletuner_that_names_no_model_starts_from_simpletuners_own(from_file):
+    config = from_file({**MARKS, "model_family": "z_image"})
+    assert config.value("pretrained_model_name_or_path") == "Tongyi-MAI/Z-Image-Turbo"
+    named = from_file({**MARKS, "model_family": "z_image", "model_flavour": "base"})
+    assert named.value("pretrained_model_name_or_path") is None
+
+
 def test_one_key_of_simpletuner_in_another_file_changes_no_default(from_file, configure, write):
     assert from_file({"vae_batch_size": 1, "model_family": "flux"}).changes() == {"model_family": "flux"}
     sections = write("own.toml", 'vae_batch_size = 1\nlora_type = "standard"\n[training]\nuse_ema = true\n')

@@ -38,7 +38,7 @@ FLAVOURS: Mapping[str, Mapping[str, str]] = {
         "3.5-large": "stabilityai/stable-diffusion-3.5-large",
     },
     "sdxl": {"base-1.0": "stabilityai/stable-diffusion-xl-base-1.0"},
-    "z_image": {"turbo": "Tongyi-MAI/Z-Image-Turbo", "base": "Tongyi-MAI/Z-Image"},
+    "z_image": {"base": "Tongyi-MAI/Z-Image", "turbo": "Tongyi-MAI/Z-Image-Turbo"},
 }
 """By family. The first flavour is the default."""
 GATED = frozenset(

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Self, cast
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +26,8 @@ from smalti.models import Encoding, ModelFamily, SampleRequest, SeededWeights, W
 from smalti.parallel import in_bf16
 from smalti.system import importing
 from smalti_diffusers.exporting import check_request, export_pipeline
+from smalti_diffusers.families.autoencoders import Autoencoder
+from smalti_diffusers.families.captions import Captions, prompt_arguments
 from smalti_diffusers.flavours import FLAVOURS
 from smalti_diffusers.flowshift import scheduler_shift
 from smalti_diffusers.lora.adapter import attach
@@ -62,8 +64,10 @@ class PipelineFamily(ModelFamily):
 
     pipeline: str
     """The pipeline's class in diffusers."""
+    other_pipelines: ClassVar[tuple[str, ...]] = ()
+    """Classes of pipelines that the family trains too; `pipeline` is then the one of the run."""
     former_names: ClassVar[tuple[str, ...]] = ()
-    """What that class was called before; pipelines were published under these names too."""
+    """What `pipeline` was called before; pipelines were published under these names too."""
     part: ClassVar[str] = "transformer"
     """Which part of the pipeline is trained."""
     adaptable_encoders: ClassVar[tuple[str, ...]] = ()
@@ -71,6 +75,9 @@ class PipelineFamily(ModelFamily):
     texts: ClassVar[tuple[str, ...]] = ("text_encoder", "text_encoder_2", "text_encoder_3")
     blocks: ClassVar[tuple[str, ...]]
     targets: ClassVar[tuple[str, ...]] = ("to_q", "to_k", "to_v", "to_out.0")
+    captions: ClassVar[Captions]
+    """The conditioning of captions."""
+    autoencoder: ClassVar[type[Autoencoder]] = Autoencoder
     patch: ClassVar[int | None] = None
     """Latent pixels on the edge of one token, or what latent sizes must be multiples of. None: the model's `patch_size`."""
     vae_in_fp32: bool = False
@@ -86,12 +93,15 @@ class PipelineFamily(ModelFamily):
     """Whether the pipeline computes the noise levels itself and passes them to its scheduler."""
 
     def __init__(self, components: Components, options: DiffusersOptions, config: Config | None = None) -> None:
-        if components.pipeline not in (self.pipeline, *self.former_names):
+        if components.pipeline in self.other_pipelines:
+            self.pipeline = components.pipeline
+        elif components.pipeline not in (self.pipeline, *self.former_names):
             raise UserError(
                 f"{components.folder} is a {components.pipeline}, not a {self.pipeline}",
                 fix=f"name a pipeline of {self.name}, or another --model_family",
             )
         self.components = components
+        self._autoencoder = self.autoencoder(self)
         self.source = str(components.folder)
         self.base_source = None
         self.options = options
@@ -114,7 +124,7 @@ class PipelineFamily(ModelFamily):
         self._init_lora = config[LoraOptions].init_lora if config is not None else None
         self._assistant_lora = config[LoraOptions].assistant_lora if config is not None else None
         self.indivisible = "" if is_sharded(self._precision) else f"weights in {self._precision}"
-        self.alignment = self.vae_scale * (self.patch or cast(int, components.config(self.part)["patch_size"]))
+        self.alignment = self.vae_scale * (self.patch or cast(int, self.model_config["patch_size"]))
         if self.prediction == "flow_matching":
             self.flow_shift = scheduler_shift(scheduler)
         self.seed = config[RunOptions].seed if config is not None else 0
@@ -129,6 +139,43 @@ class PipelineFamily(ModelFamily):
                 terminal_noise=stretched or bool(scheduler.get("rescale_betas_zero_snr")),
             )
         self.no_guidance_rescale = "" if self.rescales_guidance else f"{self.pipeline} does not rescale guided predictions"
+
+    @classmethod
+    def create(cls, config: Config) -> Self:
+        """The family over the pipeline that the options name: a path or hub id, or a flavour's; or over a model and its base.
+
+        Raises UserError for a path that is none of these, and for parts without weights.
+        """
+        model, options, flavours = config[ModelOptions], config[DiffusersOptions], FLAVOURS[cls.name]
+        if model.model_flavour is not None and model.model_flavour not in flavours:
+            raise UserError(f"{cls.name} has no flavour {model.model_flavour!r}", fix=f"one of {', '.join(flavours)}")
+        flavour = model.model_flavour or next(iter(flavours))
+        name = model.pretrained_model_name_or_path or flavours[flavour]
+        alone, base = model_alone(name, cls.part, options.revision, options.variant), None
+        if alone is None:
+            if options.base_pipeline is not None:
+                raise UserError(
+                    f"{name} is a pipeline, and --base_pipeline is for a model without one",
+                    fix="leave out --base_pipeline, or name a file or a transformer folder",
+                )
+            components = open_pipeline(name, options.revision, options.variant)
+        else:
+            if isinstance(alone, ModelFile):
+                check_family(alone, cls.name)
+                if model.model_flavour is None:
+                    flavour = cls.flavour_of(alone, flavours) or flavour
+            base = options.base_pipeline or flavours[flavour]
+            components = open_beside_base(alone, cls.part, base, options.revision, options.variant)
+        components.check_weights(skip=cls.part if options.init_from_config else None)
+        made = cls(components, options, config)
+        if isinstance(alone, ModelFile) and (unused := unused_parts(alone, components)):
+            made.notices = (f"{alone} also has {', '.join(unused)}, which is not used: these parts are those of {base}",)
+        made.source, made.base_source = name, base
+        if components.missing:
+            made.notices = (*made.notices, download_notice(components.missing, components.folder))
+        if not config[LoraOptions].assistant_lora and (is_distilled(name) or components.settings.get("is_distilled")):
+            made.notices = (*made.notices, notice(cls.name))
+        return made
 
     @classmethod
     def flavour_of(cls, file: ModelFile, flavours: Mapping[str, str]) -> str | None:
@@ -208,7 +255,7 @@ class PipelineFamily(ModelFamily):
         return self._adapter_file(locate_assistant(self._assistant_lora)) if self._assistant_lora else None
 
     def _adapter_file(self, path: Path) -> AdapterFile:
-        return AdapterFile(AdapterHeader(path), self.name, self.meta_model, self.components.config(self.part))
+        return AdapterFile(AdapterHeader(path), self.name, self.meta_model, self.model_config)
 
     def base_weights(self, seed: int) -> BaseWeights:
         """The first weights of the model without an adapter."""
@@ -239,6 +286,11 @@ class PipelineFamily(ModelFamily):
     def rate_ratio(self, name: str) -> float:
         ratio = self.lora.rate_ratio if self.lora is not None and ".lora_B." in name else 1.0
         return ratio * self._encoder_ratios.get(encoder_of(name) or "", 1.0)
+
+    @property
+    def model_config(self) -> Mapping[str, object]:
+        """The configuration of the trained model."""
+        return self.components.config(self.part)
 
     def block_classes(self) -> tuple[str, ...]:
         return self.blocks
@@ -323,10 +375,11 @@ class PipelineFamily(ModelFamily):
             self.__dict__.pop("encoder", None)
         else:
             self._vae_on_host = True
-            self._park_vae()
+            self.park_vae()
         _free_memory(self.device)
 
-    def _park_vae(self) -> None:
+    def park_vae(self) -> None:
+        """To host memory, if latents are encoded before training."""
         if self._vae_on_host and "frozen" in self.__dict__:
             self.frozen.to("cpu")  # type: ignore[attr-defined]
 
@@ -339,13 +392,11 @@ class PipelineFamily(ModelFamily):
     @property
     def vae_scale(self) -> int:
         """Pixels on the edge of one latent pixel."""
-        config = self.components.config("vae")
-        stages = cast(list[int], config.get("block_out_channels") or config.get("encoder_block_out_channels"))
-        return int(2 ** (len(stages) - 1))
+        return self._autoencoder.scale
 
     @property
     def latent_channels(self) -> int:
-        return cast(int, self.components.config("vae")["latent_channels"])
+        return self._autoencoder.channels
 
     def latent_shape(self, width: int, height: int) -> tuple[int, ...]:
         return self.latent_channels, height // self.vae_scale, width // self.vae_scale
@@ -354,25 +405,13 @@ class PipelineFamily(ModelFamily):
         return self.normalise_latents(self.raw_latents(pixels))
 
     def raw_latents(self, pixels: Tensor) -> Tensor:
-        vae = self.vae
-        dtype = next(vae.parameters()).dtype
-        encoded = vae.encode(pixels.to(dtype))  # type: ignore[operator]
-        # The mean, not a sample: noise is added by training itself, and a cache could hold one sample only.
-        latents: Tensor = encoded.latent_dist.mode() if hasattr(encoded, "latent_dist") else encoded[0]
-        return latents
+        return self._autoencoder.encode(pixels)
 
     def normalise_latents(self, raw: Tensor) -> Tensor:
-        config = self.components.config("vae")
-        shift, scale = cast(float, config.get("shift_factor") or 0.0), cast(float, config.get("scaling_factor") or 1.0)
-        return (raw.float() - shift) * scale
+        return self._autoencoder.normalise(raw)
 
     def decode_latents(self, latents: Tensor) -> Tensor:
-        config = self.components.config("vae")
-        shift, scale = cast(float, config.get("shift_factor") or 0.0), cast(float, config.get("scaling_factor") or 1.0)
-        vae = self.vae
-        dtype = next(vae.parameters()).dtype
-        pixels: Tensor = vae.decode((latents / scale + shift).to(dtype), return_dict=False)[0]  # type: ignore[operator]
-        return pixels.float().clamp(-1, 1)
+        return self._autoencoder.decode(latents)
 
     # --- texts ------------------------------------------------------------------------------------------------------
 
@@ -408,14 +447,13 @@ class PipelineFamily(ModelFamily):
                 )
         finally:
             setattr(pipeline, self.part, None)
-            self._park_vae()
+            self.park_vae()
         images: Tensor = output.images  # type: ignore[attr-defined]
         return images.float() * 2 - 1
 
-    @abstractmethod
     def prompts(self, conditioning: Conditioning, unconditional: Conditioning) -> dict[str, object]:
         """The pipeline's arguments for prompts that are encoded, and for the negative ones that it guides away from."""
-        ...
+        return prompt_arguments(self.captions, conditioning, unconditional)
 
     def sampling_settings(self, request: SampleRequest) -> Mapping[str, str | float]:
         name = self.options.validation_noise_scheduler
@@ -438,43 +476,6 @@ class PipelineFamily(ModelFamily):
     def export(self, folder: ExportFolder) -> None:
         """The pipeline that the run started from, with the trained part in the place of its own; or the file of an adapter."""
         export_pipeline(self, folder)
-
-
-def create(family: type[PipelineFamily], config: Config) -> PipelineFamily:
-    """The family over the pipeline that the options name: a path or hub id, or a flavour's; or over a model and its base.
-
-    Raises UserError for a path that is none of these, and for parts without weights.
-    """
-    model, options, flavours = config[ModelOptions], config[DiffusersOptions], FLAVOURS[family.name]
-    if model.model_flavour is not None and model.model_flavour not in flavours:
-        raise UserError(f"{family.name} has no flavour {model.model_flavour!r}", fix=f"one of {', '.join(flavours)}")
-    flavour = model.model_flavour or next(iter(flavours))
-    name = model.pretrained_model_name_or_path or flavours[flavour]
-    alone, base = model_alone(name, family.part, options.revision, options.variant), None
-    if alone is None:
-        if options.base_pipeline is not None:
-            raise UserError(
-                f"{name} is a pipeline, and --base_pipeline is for a model without one",
-                fix="leave out --base_pipeline, or name a file or a transformer folder",
-            )
-        components = open_pipeline(name, options.revision, options.variant)
-    else:
-        if isinstance(alone, ModelFile):
-            check_family(alone, family.name)
-            if model.model_flavour is None:
-                flavour = family.flavour_of(alone, flavours) or flavour
-        base = options.base_pipeline or flavours[flavour]
-        components = open_beside_base(alone, family.part, base, options.revision, options.variant)
-    components.check_weights(skip=family.part if options.init_from_config else None)
-    made = family(components, options, config)
-    if isinstance(alone, ModelFile) and (unused := unused_parts(alone, components)):
-        made.notices = (f"{alone} also has {', '.join(unused)}, which is not used: these parts are those of {base}",)
-    made.source, made.base_source = name, base
-    if components.missing:
-        made.notices = (*made.notices, download_notice(components.missing, components.folder))
-    if not config[LoraOptions].assistant_lora and (is_distilled(name) or components.settings.get("is_distilled")):
-        made.notices = (*made.notices, notice(family.name))
-    return made
 
 
 def _encodes_texts(part: str) -> bool:

@@ -11,24 +11,24 @@ if TYPE_CHECKING:
     from smalti import Config, OptionGroup, Problem
 
 
-def _entry(name: str, title: str) -> FamilyEntry:
-    factory = f"smalti_diffusers.families.{name}:family"
+def _entry(name: str, title: str, cls: str) -> FamilyEntry:
+    factory = f"smalti_diffusers.families.{name}:{cls}.create"
     flavours = FLAVOURS[name]
     gated = GATED.intersection(flavours.values())
     return FamilyEntry(name=name, title=title, factory=factory, flavours=flavours, gated=gated, downloads=True)
 
 
 FAMILIES = (
-    _entry("auraflow", "AuraFlow"),
-    _entry("flux", "Flux.1"),
-    _entry("flux2", "Flux.2"),
-    _entry("lumina2", "Lumina Image 2.0"),
-    _entry("pixart", "PixArt Sigma and Alpha"),
-    _entry("qwen_image", "Qwen-Image"),
-    _entry("sana", "Sana"),
-    _entry("sd3", "Stable Diffusion 3 and 3.5"),
-    _entry("sdxl", "Stable Diffusion XL"),
-    _entry("z_image", "Z-Image"),
+    _entry("auraflow", "AuraFlow", "AuraFlow"),
+    _entry("flux", "Flux.1", "Flux"),
+    _entry("flux2", "Flux.2", "Flux2"),
+    _entry("lumina2", "Lumina Image 2.0", "Lumina2"),
+    _entry("pixart", "PixArt Sigma and Alpha", "PixArt"),
+    _entry("qwen_image", "Qwen-Image", "QwenImage"),
+    _entry("sana", "Sana", "Sana"),
+    _entry("sd3", "Stable Diffusion 3 and 3.5", "StableDiffusion3"),
+    _entry("sdxl", "Stable Diffusion XL", "Sdxl"),
+    _entry("z_image", "Z-Image", "ZImage"),
 )
 
 

@@ -1,47 +1,50 @@
-"""Captions as pipelines with Gemma encode them: after an instruction that makes it elaborate on them.
+"""Families that Gemma encodes captions of: after an instruction that makes it elaborate on them.
 
 Shapes: B captions, L tokens, D width.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
 
 import torch
 
 from smalti.diffusion import Conditioning
+from smalti_diffusers.families.captions import Mask, TokenRows
+from smalti_diffusers.families.transformer import TransformerFamily
 
 
-def encode_instructed(
-    pipeline: object, captions: Sequence[str], device: torch.device, length: int, **more: object
-) -> Conditioning:
-    """`tokens` (B, L, D) and `mask` (B, L) of the captions, by the pipeline's own `encode_prompt`, which takes `more`.
+class GemmaFamily(TransformerFamily):
+    """The pipeline puts its instruction before each caption, but for the empty and negative ones: it guides away from those."""
 
-    With the pipeline's instruction before each caption, but for the empty one: so the pipeline guides away from it.
-    """
-    empty = torch.tensor([not caption for caption in captions], device=device).view(-1, 1)
-    with torch.no_grad():
-        tokens, mask, plain, plain_mask = pipeline.encode_prompt(  # type: ignore[attr-defined]
-            list(captions),
-            do_classifier_free_guidance=bool(empty.any()),
-            negative_prompt="",
-            device=device,
-            max_sequence_length=length,
-            **more,
-        )
-    if plain is not None:
-        tokens, mask = torch.where(empty.unsqueeze(-1), plain, tokens), torch.where(empty, plain_mask, mask)
-    return {"tokens": tokens, "mask": mask}
+    captions = {"tokens": TokenRows(width="caption_channels"), "mask": Mask()}
 
+    @property
+    def instruction(self) -> Mapping[str, object]:
+        """It, if `encode_prompt` wants it as an argument."""
+        return {}
 
-def encode_negative(pipeline: object, prompts: Sequence[str | None], device: torch.device, length: int) -> Conditioning:
-    """The same of negative prompts, which these pipelines encode without an instruction."""
-    with torch.no_grad():
-        _, _, tokens, mask = pipeline.encode_prompt(  # type: ignore[attr-defined]
-            [""] * len(prompts),
-            do_classifier_free_guidance=True,
-            negative_prompt=[text or "" for text in prompts],
-            device=device,
-            max_sequence_length=length,
-        )
-    return {"tokens": tokens, "mask": mask}
+    def encode_captions(self, captions: Sequence[str]) -> Conditioning:
+        empty = torch.tensor([not caption for caption in captions], device=self.device).view(-1, 1)
+        guided = bool(empty.any())
+        tokens, mask, plain, plain_mask = self._encoded(captions, "", guided, **self.instruction)
+        if plain is not None:
+            tokens, mask = torch.where(empty.unsqueeze(-1), plain, tokens), torch.where(empty, plain_mask, mask)
+        return {"tokens": tokens, "mask": mask}
+
+    def encode_negative_prompts(self, prompts: Sequence[str | None]) -> Conditioning:
+        _, _, tokens, mask = self._encoded([""] * len(prompts), [text or "" for text in prompts], True)
+        return {"tokens": tokens, "mask": mask}
+
+    def _encoded(self, captions: Sequence[str], negative: str | list[str], guided: bool, **more: object) -> Any:
+        """`tokens` (B, L, D) and `mask` (B, L), then both of the negative prompts, None if not `guided`."""
+        with torch.no_grad():
+            return cast(Any, self.encoder).encode_prompt(
+                list(captions),
+                do_classifier_free_guidance=guided,
+                negative_prompt=negative,
+                device=self.device,
+                max_sequence_length=self.text_length,
+                **more,
+            )

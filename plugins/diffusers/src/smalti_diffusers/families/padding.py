@@ -5,14 +5,29 @@ Shapes: B captions, L tokens of each with its padding.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import cast
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn.functional import pad
 
+from smalti.diffusion import Conditioning
 from smalti.parallel import to_device
+
+
+def pad_captions(tokens: Iterable[Tensor], masks: Iterable[Tensor] | None, length: int, dtype: torch.dtype) -> Conditioning:
+    """`tokens` (B, length, D) and `mask` (B, length) of (L, D) and (L,) of each caption, padded with zeros: rows for a cache.
+
+    `masks` None: none of the tokens is padding yet, and masks of this type say so.
+    """
+    rows = list(tokens)
+    known = [torch.ones(len(row), dtype=dtype, device=row.device) for row in rows] if masks is None else list(masks)
+    return {
+        "tokens": torch.stack([pad(row, (0, 0, 0, length - len(row))) for row in rows]),
+        "mask": torch.stack([pad(mask, (0, length - len(mask))) for mask in known]),
+    }
 
 
 def has_values(mask: Tensor) -> bool:

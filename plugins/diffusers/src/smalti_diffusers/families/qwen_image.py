@@ -1,28 +1,23 @@
 """Qwen-Image (Wu et al. 2025): rectified flow on packed latents, tokens of Qwen2.5-VL beside them; an autoencoder for video.
 
-Shapes: B batch, latents (B, C, h, w), N = (h / 2) (w / 2) packed tokens of 4 C numbers, L text tokens.
+Shapes: B batch, latents (B, C, h, w), L text tokens.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import lru_cache
 from typing import cast
 
 import torch
 from torch import Tensor, nn
 
-from smalti import Config
 from smalti.diffusion import Conditioning
-from smalti.models import Attention, ContextPlan, Join, SampleRequest, Split
-from smalti_diffusers.families.flux import pack, unpack
+from smalti.models import SampleRequest, Split
+from smalti_diffusers.families.autoencoders import VideoAutoencoder
+from smalti_diffusers.families.captions import Mask, TokenRows
 from smalti_diffusers.families.padding import beside, lengths
-from smalti_diffusers.pipeline import PipelineFamily, create
+from smalti_diffusers.families.tokens import PACKED
+from smalti_diffusers.families.transformer import TransformerFamily, joint_attention
 
-EMPTY = " "
-"""The negative prompt of the published examples: what is guided away from, and so what a dropped caption is."""
-
-_BLOCKS = "transformer_blocks"
 _TEXT_MASK, _MORE = "encoder_hidden_states_mask", "joint_attention_kwargs"
 _ARGUMENTS = ("hidden_states", "encoder_hidden_states", _TEXT_MASK, "temb", "image_rotary_emb", _MORE, "modulate_index")
 """Of a block, in order."""
@@ -30,14 +25,32 @@ _MULTIPLE = 64
 """Texts that are trained have multiples of this many tokens, so that few lengths occur, whatever the data."""
 
 
-class QwenImage(PipelineFamily):
+class QwenImage(TransformerFamily):
     name = "qwen_image"
     pipeline = "QwenImagePipeline"
     blocks = ("QwenImageTransformerBlock",)
-    targets = ("to_q", "to_k", "to_v", "to_out.0")
-    gives_sigmas = True
+    autoencoder = VideoAutoencoder
+    tokens = PACKED
     patch = 2
+    guided = True
+    gives_sigmas = True
+    captions = {
+        "tokens": TokenRows(width="joint_attention_dim"),
+        "mask": Mask(model=None, pipeline="prompt_embeds_mask"),
+    }
+    max_length = 512  # without the tokens of the template, which are taken off
+    ragged = True
     host_conditioning = ("mask",)
+    # The negative prompt of the published examples: what is guided away from, and so what a dropped caption is.
+    empty_prompt = " "
+    splits = (
+        Split(module="transformer_blocks.0", tensor="hidden_states", stream="image", dim=1),
+        Split(module="transformer_blocks.0", tensor="encoder_hidden_states", stream="text", dim=1),
+        Split(module="transformer_blocks.*", tensor=_TEXT_MASK, stream="text", dim=1),
+        Split(module="pos_embed", tensor=0, stream="image", dim=0),
+        Split(module="pos_embed", tensor=1, stream="text", dim=0),
+    )
+    attention = joint_attention("transformer_blocks")
 
     def build_base(self) -> nn.Module:
         model = super().build_base()
@@ -46,116 +59,27 @@ class QwenImage(PipelineFamily):
         mask_aside(model)
         return model
 
-    # --- latents ----------------------------------------------------------------------------------------------------
-
-    @property
-    def vae_scale(self) -> int:
-        return int(2 ** len(cast(list[bool], self.components.config("vae")["temperal_downsample"])))
-
-    @property
-    def latent_channels(self) -> int:
-        return cast(int, self.components.config("vae")["z_dim"])
-
-    def raw_latents(self, pixels: Tensor) -> Tensor:
-        """An image is a video of one frame."""
-        vae = self.vae
-        video = pixels.to(next(vae.parameters()).dtype).unsqueeze(2)
-        latents: Tensor = vae.encode(video).latent_dist.mode().squeeze(2)  # type: ignore[operator]
-        return latents
-
-    def normalise_latents(self, raw: Tensor) -> Tensor:
-        """Normalised to zero mean and unit variance."""
-        mean, width = self._statistics(raw.device)
-        return (raw.float() - mean) / width
-
-    def decode_latents(self, latents: Tensor) -> Tensor:
-        mean, width = self._statistics(latents.device)
-        vae = self.vae
-        video = (latents * width + mean).to(next(vae.parameters()).dtype).unsqueeze(2)
-        pixels: Tensor = vae.decode(video, return_dict=False)[0]  # type: ignore[operator]
-        return pixels.squeeze(2).float().clamp(-1, 1)
-
-    def _statistics(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Mean and standard deviation of each channel of the autoencoder's latents, both (C, 1, 1)."""
-        config = self.components.config("vae")
-        mean, width = (tuple(cast(list[float], config[name])) for name in ("latents_mean", "latents_std"))
-        return _channels(mean, device), _channels(width, device)
-
-    # --- texts ------------------------------------------------------------------------------------------------------
-
-    @property
-    def text_length(self) -> int:
-        """Without the tokens of the template, which are taken off."""
-        return self.options.tokenizer_max_length or 512
-
-    def encode_captions(self, captions: Sequence[str]) -> Conditioning:
-        """Padded to one length with zeros, so that rows can be cached; `inputs` takes the padding off."""
-        with torch.no_grad():
-            tokens, mask = self.encoder.encode_prompt(  # type: ignore[attr-defined]
-                [caption or EMPTY for caption in captions], device=self.device, max_sequence_length=self.text_length
-            )
-        mask = torch.ones(tokens.shape[:2], dtype=torch.int64, device=tokens.device) if mask is None else mask
-        missing = self.text_length - tokens.shape[1]
-        return {
-            "tokens": nn.functional.pad(tokens, (0, 0, 0, missing)),
-            "mask": nn.functional.pad(mask, (0, missing)),
-        }
-
-    def example_conditioning(self, width: int, height: int) -> Conditioning:
-        width_of_text = cast(int, self.components.config(self.part)["joint_attention_dim"])
-        length = self.text_length
-        return {"tokens": torch.empty(1, length, width_of_text), "mask": torch.ones(1, length, dtype=torch.int64)}
-
-    # --- the model --------------------------------------------------------------------------------------------------
-
     def inputs(self, noisy: Tensor, timesteps: Tensor, conditioning: Conditioning) -> dict[str, object]:
+        """The mask is where `mask_aside` takes it from."""
         tokens, mask = _as_long_as_the_longest(conditioning["tokens"], conditioning["mask"], multiple=_MULTIPLE)
         height, width = noisy.shape[-2:]
-        return {
-            "hidden_states": pack(noisy),
-            "timestep": timesteps / 1000,
-            "guidance": None,
-            "encoder_hidden_states": tokens,
+        return super().inputs(noisy, timesteps, {"tokens": tokens}) | {
             "attention_kwargs": None if mask is None else {_TEXT_MASK: mask.bool()},
             "img_shapes": [[(1, height // 2, width // 2)]] * len(noisy),
         }
-
-    def outputs(self, prediction: Tensor, noisy: Tensor) -> Tensor:
-        return unpack(prediction, *noisy.shape[-2:])
-
-    def context_plan(self, model: nn.Module) -> ContextPlan:
-        return ContextPlan(
-            heads=cast(int, self.components.config(self.part)["num_attention_heads"]),
-            splits=(
-                Split(module=f"{_BLOCKS}.0", tensor="hidden_states", stream="image", dim=1),
-                Split(module=f"{_BLOCKS}.0", tensor="encoder_hidden_states", stream="text", dim=1),
-                Split(module=f"{_BLOCKS}.*", tensor=_TEXT_MASK, stream="text", dim=1),
-                Split(module="pos_embed", tensor=0, stream="image", dim=0),
-                Split(module="pos_embed", tensor=1, stream="text", dim=0),
-            ),
-            attention=(Attention(module=f"{_BLOCKS}.*.attn", streams=("text", "image")),),
-            joins=(Join(module="proj_out", stream="image", dim=1),),
-        )
-
-    def text_settings(self) -> dict[str, object]:
-        return {"length": self.text_length}
 
     def prompts(self, conditioning: Conditioning, unconditional: Conditioning) -> dict[str, object]:
         """Guidance by the empty caption, which the pipeline sees only with a mask; it drops one that masks nothing."""
         tokens, mask = _as_long_as_the_longest(conditioning["tokens"], conditioning["mask"])
         empty, of_empty = _as_long_as_the_longest(unconditional["tokens"], unconditional["mask"])
-        return {
-            "prompt_embeds": tokens,
-            "prompt_embeds_mask": mask,
-            "negative_prompt_embeds": empty,
-            "negative_prompt_embeds_mask": torch.ones(empty.shape[:2], dtype=torch.int64, device=empty.device)
-            if of_empty is None
-            else of_empty,
-        }
+        if of_empty is None:
+            of_empty = torch.ones(empty.shape[:2], dtype=torch.int64, device=empty.device)
+        given: dict[str, object] = {"prompt_embeds": tokens, "prompt_embeds_mask": mask}
+        return given | {"negative_prompt_embeds": empty, "negative_prompt_embeds_mask": of_empty}
 
     def sampling(self, request: SampleRequest) -> dict[str, object]:
         """What the pipeline calls guidance_scale is for models that there are none of."""
-        return {"guidance_scale": None, "true_cfg_scale": request.guidance, "max_sequence_length": self.text_length}
+        return {**super().sampling(request), "guidance_scale": None, "true_cfg_scale": request.guidance}
 
 
 def _as_long_as_the_longest(tokens: Tensor, mask: Tensor, multiple: int = 1) -> tuple[Tensor, Tensor | None]:
@@ -195,13 +119,3 @@ def _text_counts_for_nothing(block: nn.Module, inputs: object, answer: tuple[Ten
     """
     text, image = answer
     return text, image + 0 * text.mean()
-
-
-@lru_cache(maxsize=4)
-def _channels(values: tuple[float, ...], device: torch.device) -> Tensor:
-    """(C, 1, 1). It stays on the device, as every step wants it."""
-    return torch.tensor(values, device=device).view(-1, 1, 1)
-
-
-def family(config: Config) -> QwenImage:
-    return cast(QwenImage, create(QwenImage, config))

@@ -11,70 +11,31 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from smalti import Config, UserError
-from smalti.config import ObjectiveOptions
 from smalti.diffusion import Conditioning
 from smalti.models import SizeConditioning
 from smalti.parallel import to_device
-from smalti_diffusers.families.noiseschedule import check_noise_schedule
-from smalti_diffusers.families.pooled import pooled_prompts
-from smalti_diffusers.options import DiffusersOptions
-from smalti_diffusers.pipeline import PipelineFamily, create
+from smalti_diffusers.families.captions import PooledRow, TokenRows
+from smalti_diffusers.families.unet import UNetFamily
 from smalti_diffusers.sources.components import Components
 
 
-class Sdxl(PipelineFamily):
+class Sdxl(UNetFamily):
     name = "sdxl"
     pipeline = "StableDiffusionXLPipeline"
-    part = "unet"
-    # Stages of the U-Net hold up to half of it, and their Transformer2DModels up to a seventh. Of these two, which are all
-    # of the model but 2 % of it, the largest is 2 % too; the 70 transformer blocks are 10 to 35 million parameters each.
-    blocks = ("BasicTransformerBlock", "ResnetBlock2D")
-    # Sizes were multiples of 64 pixels in its own training; the U-Net itself needs no more than its two halvings.
-    patch = 8
+    published = "stabilityai/stable-diffusion-xl-base-1.0"
     # Its activations leave the range of fp16, and bf16 is too coarse for an autoencoder.
     vae_in_fp32 = True
-    predictions = ("epsilon", "v_prediction")
-    convolutional = True
-    rescales_guidance = True
     adaptable_encoders = ("text_encoder", "text_encoder_2")
-
-    def __init__(self, components: Components, options: DiffusersOptions, config: Config | None = None) -> None:
-        if components.pipeline != self.pipeline:  # the refiner and inpainting models are called otherwise
-            raise UserError(
-                f"{components.folder} is a {components.pipeline}, not a {self.pipeline}",
-                fix="name a text-to-image pipeline of SDXL, such as stabilityai/stable-diffusion-xl-base-1.0",
-            )
-        super().__init__(components, options, config)
-        if self.prediction not in ("epsilon", "v_prediction"):
-            raise UserError(
-                f"sdxl cannot be trained with the prediction '{self.prediction}'",
-                fix="use a pipeline with, or --prediction_type=, epsilon or v_prediction",
-            )
-        self.zero_snr = False
-        if config is not None:
-            check_noise_schedule(config, components.config("scheduler"), str(components.folder))
-            self.zero_snr = config[ObjectiveOptions].rescale_betas_zero_snr
+    captions = {
+        "tokens": TokenRows(width="cross_attention_dim"),
+        "pooled": PooledRow(returned=2, width="projection_class_embeddings_input_dim"),
+    }
 
     @classmethod
     def build_adaptable(cls, components: Components) -> nn.Module:
         from smalti_diffusers.families.encoding_unet import EncodingUNet
 
         return cast(nn.Module, EncodingUNet.build(components))
-
-    def build_base(self) -> nn.Module:
-        model = self.build_adaptable(self.components) if self.encoders else super().build_base()
-        # Blocks are taken in the order in which the model holds them; its own has the middle after the way up.
-        up = model.up_blocks
-        del model.up_blocks
-        model.up_blocks = up
-        return model
-
-    def image_tokens(self, width: int, height: int) -> int:
-        """Of the largest stage with attention: one for each position, after the halvings before it."""
-        stages = cast(list[str], self.components.config(self.part)["down_block_types"])
-        edge = self.vae_scale << next(number for number, kind in enumerate(stages) if "Attn" in kind)
-        return (width // edge) * (height // edge)
 
     @property
     def _zeros_for_empty(self) -> bool:
@@ -137,7 +98,7 @@ class Sdxl(PipelineFamily):
         return {"time_ids": to_device(torch.tensor(rows, dtype=torch.float32), self.device).view(len(rows), 6)}
 
     def example_conditioning(self, width: int, height: int) -> Conditioning:
-        config = self.components.config(self.part)
+        config = self.model_config
         times = 6 * cast(int, config["addition_time_embed_dim"])
         if self.encoders:
             ids = torch.zeros(1, 77, dtype=torch.long)
@@ -161,20 +122,7 @@ class Sdxl(PipelineFamily):
     def text_settings(self) -> dict[str, object]:
         return {"zeros_for_empty": self._zeros_for_empty}
 
-    def prompts(self, conditioning: Conditioning, unconditional: Conditioning) -> dict[str, object]:
-        return pooled_prompts(conditioning, unconditional)
-
     def pipeline_changes(self) -> dict[str, object]:
         if self._zeros_for_empty == self._zeros_in_the_pipeline:
             return super().pipeline_changes()
         return {"force_zeros_for_empty_prompt": self._zeros_for_empty}
-
-    def scheduler_changes(self) -> dict[str, object]:
-        if not self.zero_snr:
-            return {"prediction_type": self.prediction}
-        # Only a schedule that begins in the last step begins in pure noise (Lin et al. 2023, section 3.3).
-        return {"prediction_type": self.prediction, "rescale_betas_zero_snr": True, "timestep_spacing": "trailing"}
-
-
-def family(config: Config) -> Sdxl:
-    return cast(Sdxl, create(Sdxl, config))

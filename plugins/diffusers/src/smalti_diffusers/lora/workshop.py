@@ -97,14 +97,15 @@ def _class(family: str) -> type[PipelineFamily]:
     return next(each for each in classes if issubclass(each, PipelineFamily))
 
 
-def _pipelines(family: str) -> set[str]:
+def pipelines(family: str) -> set[str]:
     """The classes of pipelines of a family."""
-    return {each.pipeline for each in _shipped(family).values()} | {*_class(family).former_names}
+    cls = _class(family)
+    return {cls.pipeline, *cls.other_pipelines, *cls.former_names}
 
 
 def described(components: Components, source: str) -> AdaptedModel:
     """The trained part of a pipeline, without weights. Raises UserError for one of no family here."""
-    names = [name for name in FLAVOURS if components.pipeline in _pipelines(name)]
+    names = [name for name in FLAVOURS if components.pipeline in pipelines(name)]
     if not names:
         raise UserError(f"{source} is a {components.pipeline}, which is of no family here", fix="name another pipeline")
     return _described(names[0], components, source)

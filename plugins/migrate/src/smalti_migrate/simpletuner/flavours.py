@@ -56,6 +56,7 @@ BASE_MODELS: Mapping[str, str] = {
     "pixart_sigma": "terminusresearch/pixart-900m-1024-ft-v0.6",
     "sana": "Efficient-Large-Model/SANA1.5_4.8B_1024px_diffusers",
     "sd3": "stabilityai/stable-diffusion-3.5-medium",
+    "z_image": "Tongyi-MAI/Z-Image-Turbo",
 }
 """What SimpleTuner trains if neither a model nor a flavour is given, for families whose default here is another model."""
 

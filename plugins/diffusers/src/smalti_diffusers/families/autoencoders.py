@@ -1,0 +1,135 @@
+"""What kinds of autoencoders make of images, and how their output is scaled to the latents that a model is trained on.
+
+Shapes: B batch, (B, 3, H, W) pixels in [-1, 1], (B, C, h, w) latents.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import pixel_shuffle, pixel_unshuffle
+
+if TYPE_CHECKING:
+    from smalti_diffusers.pipeline import PipelineFamily
+
+
+class Autoencoder:
+    """Latents are (output - `shift_factor`) * `scaling_factor`, of the configuration; without them its output itself."""
+
+    def __init__(self, family: PipelineFamily) -> None:
+        self.family = family
+        self.config = family.components.config("vae")
+
+    @property
+    def scale(self) -> int:
+        """Pixels on the edge of one latent pixel."""
+        stages = cast(list[int], self.config.get("block_out_channels") or self.config.get("encoder_block_out_channels"))
+        return int(2 ** (len(stages) - 1))
+
+    @property
+    def channels(self) -> int:
+        return cast(int, self.config["latent_channels"])
+
+    def encode(self, pixels: Tensor) -> Tensor:
+        """The mean, not a sample: noise is added by training itself, and a cache could hold one sample only."""
+        encoded = self._vae.encode(pixels.to(self._dtype))
+        return cast(Tensor, encoded.latent_dist.mode() if hasattr(encoded, "latent_dist") else encoded[0])
+
+    def normalise(self, raw: Tensor) -> Tensor:
+        """Its own output -> latents, in fp32."""
+        shift, scale = self._numbers
+        return (raw.float() - shift) * scale
+
+    def decode(self, latents: Tensor) -> Tensor:
+        pixels: Tensor = self._vae.decode(self._own(latents).to(self._dtype), return_dict=False)[0]
+        return pixels.float().clamp(-1, 1)
+
+    def _own(self, latents: Tensor) -> Tensor:
+        """The inverse of `normalise`."""
+        shift, scale = self._numbers
+        return latents / scale + shift
+
+    @property
+    def _numbers(self) -> tuple[float, float]:
+        return cast(float, self.config.get("shift_factor") or 0.0), cast(float, self.config.get("scaling_factor") or 1.0)
+
+    @property
+    def _vae(self) -> Any:
+        return self.family.vae
+
+    @property
+    def _dtype(self) -> torch.dtype:
+        return cast(torch.dtype, next(self._vae.parameters()).dtype)
+
+
+class VideoAutoencoder(Autoencoder):
+    """An image is a video of one frame; the configuration has mean and standard deviation of each channel."""
+
+    @property
+    def scale(self) -> int:
+        return int(2 ** len(cast(list[bool], self.config["temperal_downsample"])))
+
+    @property
+    def channels(self) -> int:
+        return cast(int, self.config["z_dim"])
+
+    def encode(self, pixels: Tensor) -> Tensor:
+        return super().encode(pixels.unsqueeze(2)).squeeze(2)
+
+    def normalise(self, raw: Tensor) -> Tensor:
+        mean, deviation = self._statistics(raw.device)
+        return (raw.float() - mean) / deviation
+
+    def decode(self, latents: Tensor) -> Tensor:
+        return super().decode(latents).squeeze(2)
+
+    def _own(self, latents: Tensor) -> Tensor:
+        mean, deviation = self._statistics(latents.device)
+        return (latents * deviation + mean).unsqueeze(2)
+
+    def _statistics(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        mean, deviation = (tuple(cast(list[float], self.config[name])) for name in ("latents_mean", "latents_std"))
+        return _channels(mean, device), _channels(deviation, device)
+
+
+@lru_cache(maxsize=4)
+def _channels(values: tuple[float, ...], device: torch.device) -> Tensor:
+    """(C, 1, 1). It stays on the device, as every step wants it."""
+    return torch.tensor(values, device=device).view(-1, 1, 1)
+
+
+class PatchAutoencoder(Autoencoder):
+    """A latent pixel is a 2x2 square of its own, normalised by the running statistics of a batch norm that it keeps."""
+
+    _known: tuple[Tensor, Tensor] | None = None
+
+    @property
+    def scale(self) -> int:
+        return 2 * super().scale
+
+    @property
+    def channels(self) -> int:
+        return 4 * super().channels
+
+    def normalise(self, raw: Tensor) -> Tensor:
+        known = self._known
+        mean, deviation = self._statistics(raw.device)
+        if known is None:
+            self.family.park_vae()  # where everything was encoded before, it was loaded for its statistics alone
+        return (pixel_unshuffle(raw.float(), 2) - mean) / deviation
+
+    def _own(self, latents: Tensor) -> Tensor:
+        mean, deviation = self._statistics(latents.device)
+        return pixel_shuffle(latents * deviation + mean, 2)
+
+    def _statistics(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Mean and standard deviation of each channel, both (4 C, 1, 1). They stay on the device, as every step wants them."""
+        if self._known is None or self._known[0].device != device:
+            norm = cast(nn.BatchNorm2d, self._vae.bn)
+            mean, variance = cast(Tensor, norm.running_mean), cast(Tensor, norm.running_var)
+            mean, deviation = mean.float(), torch.sqrt(variance.float() + norm.eps)
+            self._known = mean.view(-1, 1, 1).to(device), deviation.view(-1, 1, 1).to(device)
+        return self._known
