@@ -36,7 +36,7 @@ _WORKERS = re.compile(r"([1-9]\d*)(?::([1-9]\d*))?")
     ),
 )
 @click.argument("arguments", metavar="[CONFIG] [--OPTION=VALUE]...", nargs=-1, type=click.UNPROCESSED)
-@click.option("--workers", required=True, help="Number of workers, or MIN:MAX: the run goes on with MIN workers or more.")
+@click.option("--workers", required=True, help="Number of workers, or MIN:MAX: the run continues on MIN workers or more.")
 @click.option("--address", help="Address of the cluster. Default: RAY_ADDRESS, else the cluster of this node.")
 @click.option("--gpus_per_worker", type=click.IntRange(min=1), help="GPUs of each worker, one rank for each. Default: 1.")
 @click.option("--cpus_per_worker", type=click.IntRange(min=1), default=1, show_default=True, help="Cores of each worker.")
