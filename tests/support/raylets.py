@@ -14,19 +14,28 @@ HOST = """
 import sys
 from ray.cluster_utils import Cluster
 
-cluster, nodes = None, []
+def patiently(start):
+    for _ in range(3):
+        try:
+            return start()
+        except Exception as error:  # a part of it was too slow for Ray's fixed 15 s
+            print(error, file=sys.stderr, flush=True)
+    return start()
+
+cluster = None
 for line in sys.stdin:
     word, _, argument = line.strip().partition(" ")
     if word == "add":
         if cluster is None:
-            cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
-        nodes.append(cluster.add_node(num_cpus=int(argument), object_store_memory=80_000_000))
-        print(cluster.address, nodes[-1].node_id, nodes[-1].all_processes["raylet"][0].process.pid, flush=True)
+            head = {"num_cpus": 0, "include_dashboard": False}
+            cluster = patiently(lambda: Cluster(initialize_head=True, head_node_args=head))
+        node = patiently(lambda: cluster.add_node(num_cpus=int(argument), object_store_memory=80_000_000))
+        print(cluster.address, node.node_id, node.all_processes["raylet"][0].process.pid, flush=True)
 """
 """Adds a raylet for each line `add CORES`, and says the address of the cluster, the node's id and the raylet's process."""
 _PATIENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
-    "RAY_raylet_start_wait_time_s": "120",
+    "RAY_raylet_start_wait_time_s": "40",
     "RAY_worker_register_timeout_seconds": "120",
 }
 

@@ -19,14 +19,14 @@ from support.nodes.runs import TINY
 from support.raylets import Raylets, environment
 from support.whole import WHOLE, some
 
-LAST = 60
+LAST = 300
 long = pytest.mark.skipif(not WHOLE, reason="minutes on a real cluster: make test-ray")
 LOSSES = ("nothing", "worker", "raylet", "driver", "drained node")
 
 
 def words(folder: Path, name: str, **options: object) -> list[str]:
     data = {"instance_data_dir": images_in(folder / "images", 12, (24, 24)), "output_dir": folder / name}
-    values = {**TINY, **data, "max_train_steps": LAST, "checkpoint_step_interval": 10, **options}
+    values = {**TINY, **data, "max_train_steps": LAST, "checkpoint_step_interval": 4, **options}
     return [f"--{option}={value}" for option, value in values.items()]
 
 
@@ -131,6 +131,8 @@ def test_two_workers_train_what_two_local_ranks_train_whatever_is_lost_on_the_wa
         launch.wait_for_step(12)
         lose(lost, raylets, launch)
     assert launch.code() == 0, launch.output
+    assert ("all workers start again" in launch.output) == (lost in ("worker", "raylet", "drained node")), launch.output
+    assert ("Ray drains the node of worker" in launch.output) == (lost == "drained node"), launch.output
     found = tensors(launch.directory)
     assert found.keys() == local.keys()
     assert [name for name, value in local.items() if not torch.equal(value, found[name])] == [], launch.output

@@ -63,7 +63,7 @@ def _shared(function: F) -> F:
     examples=(
         "smalti launch slurm config.toml --nodes=2 --gpus_per_node=8 --submit",
         "smalti launch kubernetes config.toml --image=smalti:1 --claim=data",
-        "smalti launch sky config.toml --gpus=H100:8 --bucket=s3://BUCKET/first",
+        "smalti launch sky config.toml --gpus=H100:8 --bucket=s3://BUCKET/a",
     ),
 )
 def launch() -> None:
@@ -186,17 +186,15 @@ def kubernetes(
 
 @launch.command(
     context_settings=_UNPROCESSED,
-    examples=("smalti launch sky config.toml --gpus=H100:8 --bucket=s3://BUCKET/first --spot --dry-run",),
+    examples=("smalti launch sky config.toml --gpus=H100:8 --bucket=s3://BUCKET/a --spot",),
 )
 @_ARGUMENTS
-@click.option("--gpus", required=True, help="GPUs of each machine, as in H100:8, one rank for each.")
-@click.option(
-    "--bucket", required=True, help="Where checkpoints go, as in s3://BUCKET/first. A new machine resumes from there."
-)
-@click.option("--nodes", type=click.IntRange(min=1), default=1, show_default=True, help="Number of machines.")
-@click.option("--spot", is_flag=True, help="Rent spot machines, which may be taken away.")
+@click.option("--gpus", required=True, help="GPUs of each node, as in H100:8, one rank for each.")
+@click.option("--bucket", required=True, help="Where checkpoints go, as in s3://BUCKET/first. A new node resumes from there.")
+@click.option("--nodes", type=click.IntRange(min=1), default=1, show_default=True, help="Number of nodes.")
+@click.option("--spot", is_flag=True, help="Rent spot instances, which may be taken away.")
 @click.option("--setup", multiple=True, help="A line of shell that installs smalti there. May be repeated.")
-@click.option("--mount", multiple=True, metavar="PATH=SOURCE", help="Data on the machine, as in /data=s3://BUCKET/images.")
+@click.option("--mount", multiple=True, metavar="PATH=SOURCE", help="Data on each node, as in /data=s3://BUCKET/images.")
 @click.option("--job_name", metavar="NAME", help="Name of the task. Default: that of the run directory.")
 @click.option("--output", type=click.Path(path_type=Path), help="Write this new file. Default: named after the task.")
 @click.option("--dry-run", is_flag=True, help="Print the file instead of writing it.")
@@ -212,7 +210,7 @@ def sky(
     output: Path | None,
     dry_run: bool,
 ) -> None:
-    """Write a task for SkyPilot, which rents machines for a run and starts it again where they are lost.
+    """Write a task for SkyPilot, which rents nodes and starts a run again where they are lost.
 
     Takes the same arguments as `smalti train`. Checkpoints go to a bucket. No run on a cloud has been tried.
     """

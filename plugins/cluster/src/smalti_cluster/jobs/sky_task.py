@@ -1,4 +1,4 @@
-"""The task with which SkyPilot rents machines for a run. Its checkpoints go to a bucket, from which a new machine resumes."""
+"""The task with which SkyPilot rents nodes for a run. Its checkpoints go to a bucket, from which a new node resumes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from smalti_cluster.jobs.job import Job, comment, yaml_of
 
 _GPUS = re.compile(r"([A-Za-z][A-Za-z0-9-]*)(?::([1-9]\d*))?")
 _AGAIN = (ExitCode.GPU_FAULT, ExitCode.PREEMPTED, ExitCode.KILLED, ExitCode.UNAVAILABLE)
-"""Exit codes after which a managed job starts on another machine."""
+"""Exit codes after which a managed job starts on another node."""
 _NODE = (
     "--num_machines=$SKYPILOT_NUM_NODES",
     "--machine_rank=$SKYPILOT_NODE_RANK",
@@ -23,9 +23,9 @@ _NODE = (
 
 @dataclass(frozen=True, kw_only=True)
 class SkyOptions:
-    """What is rented: `gpus` as in "H100:8" for each machine. `bucket` is where checkpoints go: s3://BUCKET/FOLDER.
+    """What is rented: `gpus` as in "H100:8" for each node. `bucket` is where checkpoints go: s3://BUCKET/FOLDER.
 
-    `setup` are lines of shell that install smalti. `mounts` are buckets or folders by their path on the machine.
+    `setup` are lines of shell that install smalti. `mounts` are buckets or folders by their path on the node.
     """
 
     gpus: str
@@ -37,16 +37,16 @@ class SkyOptions:
 
 
 def gpus_of(text: str) -> int:
-    """The number of GPUs of a machine. Raises UserError if it does not say which GPUs."""
+    """The number of GPUs of a node. Raises UserError if it does not say which GPUs."""
     if (found := _GPUS.fullmatch(text)) is None:
-        raise UserError(f"--gpus={text} names no GPUs", fix="--gpus=H100:8, the kind of GPU and how many a machine has")
+        raise UserError(f"--gpus={text} names no GPUs", fix="--gpus=H100:8, the kind of GPU and how many a node has")
     return int(found[2] or 1)
 
 
 def sky_task(job: Job, options: SkyOptions, *, title: str) -> str:
-    """The task as YAML. Raises UserError for a place of checkpoints that a new machine could not read."""
+    """The task as YAML. Raises UserError for a place of checkpoints that a new node could not read."""
     if not options.bucket.startswith("s3://"):
-        message = f"--bucket={options.bucket} is not in a bucket, and a machine that is lost takes its checkpoints along"
+        message = f"--bucket={options.bucket} is not in a bucket, and a node that is lost takes its checkpoints along"
         raise UserError(message, fix=f"--bucket=s3://BUCKET/{job.name}")
     place = (f"--output_dir={options.bucket}", f"--num_processes={job.processes}")
     several = ("--no_shared_output_dir", *_NODE) if job.nodes > 1 else ()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -53,7 +54,7 @@ def connect(address: str) -> None:
         raise UserError(message, fix="start the launch on a node of the cluster: add --dry-run for the command of Ray Jobs")
     try:
         _reach(address)
-        ray.init(address=address, logging_level="warning", log_to_driver=True, namespace="smalti")
+        ray.init(address=address, logging_level=logging.WARNING, log_to_driver=True, namespace="smalti")
     except OSError as error:
         fix = "ray start --head on one machine, and --address=ITS_ADDRESS:6379; or --address=local to start one here"
         raise UserError(f"there is no Ray cluster at --address={address}: {_line(error)}", fix=fix) from error
@@ -75,8 +76,8 @@ def _line(error: Exception) -> str:
 
 def what_it_has() -> str:
     """The resources of the cluster, and how much of them is free."""
-    total, free = ray.cluster_resources(), ray.available_resources()
-    nodes = sum(1 for each in ray.nodes() if each["Alive"])
+    total, free = ray.cluster_resources(), ray.available_resources()  # type: ignore[no-untyped-call]
+    nodes = len([each for each in _nodes() if each["Alive"]])
     parts = [f"{total.get(name, 0):g} {name} ({free.get(name, 0):g} free)" for name in ("CPU", "GPU")]
     return f"the cluster has {' and '.join(parts)} on {nodes} node{'' if nodes == 1 else 's'}"
 
@@ -91,7 +92,11 @@ def draining() -> set[str]:
 def nodes_to_avoid(directory: Path) -> dict[str, str]:
     """The ids and hosts of Ray's nodes on which an accelerator has failed in this run, or that its group has excluded."""
     faulty = nodes_with_faults(directory)
-    return {each["NodeID"]: each["NodeManagerHostname"] for each in ray.nodes() if _host(each) in faulty}
+    return {each["NodeID"]: each["NodeManagerHostname"] for each in _nodes() if _host(each) in faulty}
+
+
+def _nodes() -> list[dict[str, Any]]:
+    return list(ray.nodes())  # type: ignore[no-untyped-call]
 
 
 def _host(node: Mapping[str, Any]) -> str:

@@ -32,12 +32,12 @@ _WORKERS = re.compile(r"([1-9]\d*)(?::([1-9]\d*))?")
     examples=(
         "smalti launch ray config.toml --workers=8",
         "smalti launch ray config.toml --workers=4:8 --address=10.0.0.1:6379",
-        "smalti launch ray config.toml --workers=1:2 --gpus_per_worker=8 --image=smalti:1 --claim=data --dry-run",
+        "smalti launch ray config.toml --workers=2 --gpus_per_worker=8 --dry-run",
     ),
 )
 @click.argument("arguments", metavar="[CONFIG] [--OPTION=VALUE]...", nargs=-1, type=click.UNPROCESSED)
-@click.option("--workers", required=True, help="Number of workers, or MIN:MAX: the run goes on with MIN workers or more.")
-@click.option("--address", help="Address of the cluster. Default: RAY_ADDRESS, else the cluster of this machine.")
+@click.option("--workers", required=True, help="Number of workers, or MIN:MAX: the run continues on MIN workers or more.")
+@click.option("--address", help="Address of the cluster. Default: RAY_ADDRESS, else the cluster of this node.")
 @click.option("--gpus_per_worker", type=click.IntRange(min=1), help="GPUs of each worker, one rank for each. Default: 1.")
 @click.option("--cpus_per_worker", type=click.IntRange(min=1), default=1, show_default=True, help="Cores of each worker.")
 @click.option(

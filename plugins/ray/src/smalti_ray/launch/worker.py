@@ -56,7 +56,7 @@ class Worker:
         return Facts(
             node=ray.get_runtime_context().get_node_id(),
             host=socket.gethostname(),
-            address=ray.util.get_node_ip_address(),
+            address=ray.util.get_node_ip_address(),  # type: ignore[no-untyped-call]
             port=port,
             versions=versions(),
         )
