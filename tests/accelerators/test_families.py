@@ -14,8 +14,8 @@ RUNS = {
 }
 
 
-every_run = pytest.mark.parametrize("seen", some(RUNS, "sdxl", "flux adapter", "flux context", "qwen_image"), indirect=True)
-"""A U-Net and transformers; sharded, an adapter, sequences in parallel, and a mask of captions on one device."""
+every_run = pytest.mark.parametrize("seen", some(RUNS, "sdxl", "flux context", "qwen_image"), indirect=True)
+"""A U-Net and transformers; sharded, sequences in parallel, a mask of captions on one device; adapters: `test_streamed.py`."""
 
 
 @every_run

@@ -12,6 +12,7 @@ import pytest
 from smalti.cli.entry import main
 from smalti_testing.new_plugin import KINDS
 from support.warm_processes import warm_processes
+from support.whole import some
 
 LONGEST = "n" * 24
 
@@ -90,7 +91,7 @@ def test_what_the_family_cannot_do_is_refused_with_what_to_do(account, pictures,
     assert "--model_type=full" in refused.stderr
 
 
-@pytest.mark.parametrize("name", ["q", LONGEST])
+@pytest.mark.parametrize("name", some(["q", LONGEST], LONGEST))
 def test_the_code_is_formatted_and_sound_whatever_the_name(name, tmp_path):
     for kind in KINDS:
         create(tmp_path / kind, name, kind)

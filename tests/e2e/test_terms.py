@@ -9,6 +9,7 @@ import torch
 from PIL import Image, ImageOps
 
 from smalti.checkpoint.format.safetensors_reader import TensorFiles
+from support.whole import some
 
 STEPS = 3
 OPTIONS = {
@@ -42,11 +43,12 @@ KINDS = {
     "images": {"slider": "images"},
     "prompts": {"slider": "prompts", "slider_positive": "a large circle", "slider_negative": "a small circle"},
 }
-TRAINED = [
+EVERY = [
     *(("dpo", way) for way in ("ddp", "fsdp", "zero")),
     *(("images", way) for way in ("accumulated", "zero", "shared")),
     ("prompts", "ddp"),
 ]
+TRAINED = some(EVERY, ("dpo", "zero"), ("images", "accumulated"), ("images", "shared"), ("prompts", "ddp"))
 
 
 def whole(run) -> dict[str, torch.Tensor]:

@@ -7,6 +7,7 @@ import pytest
 
 from planning.conftest import COMMON, as_words
 from planning.measured import rehearsed
+from planning.pipelines import PIPELINES
 from smalti import World
 from smalti.cli.arguments import CommandLine
 from smalti.parallel import device_models
@@ -117,7 +118,7 @@ def test_a_pipeline_without_weights_is_enough(tmp_path):
     words = as_words(
         {**own, "instance_data_dir": tmp_path, "output_dir": tmp_path / "run"}, ["use_cpu", "gradient_checkpointing"]
     )
-    with forked_processes(ranks=1, group=False) as process:
+    with forked_processes(ranks=1, group=False, imports=PIPELINES[:1]) as process:
         [rehearsal] = process.run(rehearsed, words, micro_batch=2)
     assert rehearsal.error is None
     assert rehearsal.text_tokens == 32
@@ -137,7 +138,7 @@ def test_the_passes_over_pairs_of_images_are_rehearsed(tmp_path):
     given = as_words({**own, "data_backend_config": datasets, "output_dir": tmp_path / "run"}, ["use_cpu", "vae_cache_disable"])
     found = []
     for more in ((), ("--dpo_beta=2000",)):
-        with forked_processes(ranks=1, group=False) as process:
+        with forked_processes(ranks=1, group=False, imports=PIPELINES[:1]) as process:
             [rehearsal] = process.run(rehearsed, [*given, *more], micro_batch=2)
         assert rehearsal.error is None
         found.append(sum(each.flops for each in rehearsal.operations if each.kind == "matmul"))
