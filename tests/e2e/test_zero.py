@@ -57,7 +57,7 @@ OPTIONS = {
     "max_grad_norm": 0.05,
     "max_train_steps": 20,
     "validation_prompt": PROMPTS,
-    "validation_num_inference_steps": 5,
+    "validation_num_inference_steps": 2,
 }
 
 
