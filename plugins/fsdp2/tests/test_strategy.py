@@ -7,12 +7,6 @@ from support.forked_ranks import ForkedContract, forked_processes
 from support.whole import some
 
 
-class TestOneRank(ForkedContract):
-    plugin = "fsdp2"
-    flags = ("--fsdp_enable",)
-    ranks = 1
-
-
 class TestTwoRanks(ForkedContract):
     """Gradients are reduced once a step; blocks are recomputed in part."""
 
@@ -37,6 +31,17 @@ COPIES = (
 """Two copies of the model; first weights from rank 0; all of it kept gathered; blocks by size, recomputed."""
 KEPT = ("it_fills_the_model_with_the_first_weights", "steps_are_those_of_one_process", "the_norm_is_that_of_the_whole_gradient")
 KEPT += ("a_restored_state_continues_bit_for_bit", "a_checkpoint_comes_back_bit_for_bit", "one_process_reads_its_checkpoints")
+
+
+@pytest.fixture(scope="module")
+def one():
+    with forked_processes(ranks=1, group=False) as rank:
+        yield rank
+
+
+@pytest.mark.parametrize("check", some(STRATEGY.checks, *KEPT))
+def test_one_rank_keeps_the_contract(one, tmp_path, check):
+    run_check(one, check, "fsdp2", ("--fsdp_enable",), tmp_path)
 
 
 @pytest.fixture(scope="module")

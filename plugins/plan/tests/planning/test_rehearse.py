@@ -19,6 +19,7 @@ from smalti_plan.records import Candidate
 from smalti_plan.refine import rehearsed as rehearsed_way
 from smalti_plan.rehearsal.rehearse import rehearse
 from support.forked_ranks import forked_processes
+from support.whole import only_whole
 
 SHARDED = {**COMMON, "mixed_precision": "bf16", "num_processes": 16, "fsdp_enable": "true", "use_ema": "true"}
 
@@ -84,6 +85,9 @@ def test_one_rank_with_its_weights_in_host_memory_is_rehearsed(tmp_path, monkeyp
     assert rehearsal.resident_host >= (4 + 8) * rehearsal.trainable, "fp32 weights and the state of AdamW"
 
 
+@only_whole(
+    "tests/accelerators/test_streamed.py::test_shards_take_no_memory_of_the_device_and_come_as_one_copy_for_each_gather"
+)
 def test_shards_of_a_frozen_base_in_host_memory_are_rehearsed(tmp_path, monkeypatch):
     import tiny
 
