@@ -14,7 +14,6 @@ OPTIONS = {
     "model_type": "lora",
     "lora_rank": 4,
     "lora_alpha": 8,
-    "tokenizer_max_length": 32,
     "learning_rate": 5e-2,
     "checkpoint_step_interval": 1,
     "validation_step_interval": 0,

@@ -24,7 +24,6 @@ LORA = {
     "gradient_checkpointing": True,
     "train_batch_size": 2,
     "resolution": 32,  # 16 tokens
-    "tokenizer_max_length": 32,
     "allow_dataset_oversubscription": True,
 }
 ONE = {"gradient_accumulation_steps": 2}

@@ -14,7 +14,6 @@ OPTIONS = {
     "model_family": "flux",
     "model_type": "lora",
     "lora_rank": 4,
-    "tokenizer_max_length": 32,
     "learning_rate": 5e-2,
     "preserve": "class",
     "preserve_class": "cat",

@@ -24,7 +24,6 @@ def train(tmp_path_factory):
         "cache_dir": root / "cache",
         "resolution": 16,
         "resolution_type": "pixel",
-        "tokenizer_max_length": 32,
         "train_batch_size": 2,
         "mixed_precision": "no",
         "learning_rate": 1e-2,
