@@ -135,11 +135,12 @@ $(VENV)/demo-flux.done: $(VENV)/demo.done requirements-demo-flux.txt
 
 # With what has to be compiled: `make -j2` compiles it while pip installs the rest.
 $(VENV)/deepspeed.done: $(BIN)/python constraints.txt core/pyproject.toml plugins/deepspeed/pyproject.toml plugins/doctor/pyproject.toml plugins/plan/pyproject.toml
-	$(PIP) --no-compile torch -e core -e plugins/deepspeed -e plugins/doctor -e plugins/plan
+	$(PIP) --no-compile torch deepspeed hatchling editables  # pip would install the last two anew for each of our packages
+	$(PIP) --no-compile --no-build-isolation -e core -e plugins/deepspeed -e plugins/doctor -e plugins/plan
 	touch $@
 
 $(VENV)/dev.done: $(VENV)/deepspeed.done constraints.txt requirements-demo.txt requirements-dev.txt $(PROJECTS)
-	$(PIP) --no-compile -r requirements-dev.txt  # Python compiles what is imported, a fifth of it
+	$(PIP) --no-compile --no-build-isolation -r requirements-dev.txt  # Python compiles what is imported, a fifth of it
 	touch $@ $(VENV)/demo.done
 
 # What DeepSpeed steps with on CPUs takes minutes and both cores: not while tests run, whose time is limited.

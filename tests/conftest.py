@@ -19,6 +19,7 @@ from support.fixtures import (
     write as write,
 )
 from support.nodes.fixtures import two_nodes as two_nodes, warm_nodes as warm_nodes
+from support.whole import WHOLE
 
 DATA = Path(__file__).parent / "data"
 LONGEST_FIRST = (
@@ -33,7 +34,8 @@ LONGEST_FIRST = (
 
 gc.disable()  # until all tests are imported: what modules make at import is hardly ever garbage
 # No test asserts on time, and a loaded machine draws examples slowly.
-settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+EXAMPLES = 100 if WHOLE else 40
+settings.register_profile("untimed", deadline=None, max_examples=EXAMPLES, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("untimed")
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # A shell's background jobs ignore Ctrl-C, and so would every process that is started here.

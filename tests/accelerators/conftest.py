@@ -23,19 +23,19 @@ COMMON = {
     "checkpoint_step_interval": 0,
     "without": "plots",
 }
-PIPELINE_MODULES = (
-    "diffusers.pipelines.aura_flow.pipeline_aura_flow",
-    "diffusers.pipelines.flux.pipeline_flux",
-    "diffusers.pipelines.flux2.pipeline_flux2_klein",
-    "diffusers.pipelines.lumina2.pipeline_lumina2",
-    "diffusers.pipelines.pixart_alpha.pipeline_pixart_sigma",
-    "diffusers.pipelines.qwenimage.pipeline_qwenimage",
-    "diffusers.pipelines.sana.pipeline_sana",
-    "diffusers.pipelines.stable_diffusion_3.pipeline_stable_diffusion_3",
-    "diffusers.pipelines.stable_diffusion_xl.pipeline_stable_diffusion_xl",
-    "diffusers.pipelines.z_image.pipeline_z_image",
-)
-"""Of what families of diffusers import, what takes longest."""
+PIPELINE_MODULES = {
+    "auraflow": "diffusers.pipelines.aura_flow.pipeline_aura_flow",
+    "flux": "diffusers.pipelines.flux.pipeline_flux",
+    "flux2": "diffusers.pipelines.flux2.pipeline_flux2_klein",
+    "lumina2": "diffusers.pipelines.lumina2.pipeline_lumina2",
+    "pixart": "diffusers.pipelines.pixart_alpha.pipeline_pixart_sigma",
+    "qwen_image": "diffusers.pipelines.qwenimage.pipeline_qwenimage",
+    "sana": "diffusers.pipelines.sana.pipeline_sana",
+    "sd3": "diffusers.pipelines.stable_diffusion_3.pipeline_stable_diffusion_3",
+    "sdxl": "diffusers.pipelines.stable_diffusion_xl.pipeline_stable_diffusion_xl",
+    "z_image": "diffusers.pipelines.z_image.pipeline_z_image",
+}
+"""Of what each family of diffusers imports, what takes longest."""
 
 
 @pytest.fixture(scope="session")
@@ -55,7 +55,7 @@ def rehearsed(images, tmp_path_factory):
         directory = tmp_path_factory.mktemp("run") / "run"
         values = {**COMMON, "instance_data_dir": images, "output_dir": directory, "num_processes": ranks}
         words = as_words(values | (options if "model_family" in options else TOY | options), flags)
-        imports = PIPELINE_MODULES if "model_family" in options else ()
+        imports = [PIPELINE_MODULES[options["model_family"]]] if "model_family" in options else ()
         with forked_processes(ranks=1, group=False, module=module, imports=imports) as process:
             return process.run(rehearse, words, rank=rank, ranks=ranks, saves=saves, samples=samples)[0]
 
@@ -79,7 +79,8 @@ def pipeline(images, tmp_path_factory):
                 "text_encoder_dtype": "fp32",
             }
             values = {**COMMON, **known[name], "instance_data_dir": images, "output_dir": folder / "run"}
-            with forked_processes(ranks=1, group=False, module="accelerators", imports=PIPELINE_MODULES) as process:
+            imports = [PIPELINE_MODULES[name]]
+            with forked_processes(ranks=1, group=False, module="accelerators", imports=imports) as process:
                 process.run(encoded, as_words(values), PIPELINES, name, folder / "pipeline")
         return known[name]
 

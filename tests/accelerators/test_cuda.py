@@ -55,7 +55,7 @@ WAITS = {
 }
 
 
-KEPT = ("single", "fsdp2", "offload", "hsdp", "average on the host", "fsdp2, 8 bits", "zero1", "zero3")
+KEPT = ("single", "fsdp2", "offload", "hsdp", "fsdp2, 8 bits", "zero1", "zero3")
 """Each strategy and place of the average; and an optimizer with state of its own, which asks the host whether to step."""
 every_run = pytest.mark.parametrize("seen", some(RUNS, *KEPT), indirect=True)
 trained = pytest.mark.parametrize("seen", ["single", "fsdp2", "hsdp"], indirect=True)

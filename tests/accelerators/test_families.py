@@ -14,8 +14,8 @@ RUNS = {
 }
 
 
-every_run = pytest.mark.parametrize("seen", some(RUNS, "sdxl", "flux adapter", "flux context", "qwen_image"), indirect=True)
-"""A U-Net and transformers; sharded, an adapter, sequences in parallel, and a mask of captions on one device."""
+every_run = pytest.mark.parametrize("seen", some(RUNS, "sdxl", "flux context", "qwen_image"), indirect=True)
+"""A U-Net and transformers; sharded, sequences in parallel, a mask of captions on one device; adapters: `test_streamed.py`."""
 
 
 @every_run
@@ -31,11 +31,10 @@ class TestOrder(Orderly):
     """SDXL lists its blocks in another order than they compute: what is gathered ahead for the last one is not for any."""
 
 
-def test_blocks_in_bf16_touch_less_memory(rehearsed, pipeline):
+def test_blocks_in_bf16_touch_less_memory(rehearsed):
     """By what autocast casts to fp32 and back."""
     both = [
-        rehearsed("fsdp_enable", *more, saves=False, samples=False, **pipeline("flux")).phases["third step"]
-        for more in ((), ("fsdp_bf16_blocks",))
+        rehearsed("fsdp_enable", *more, saves=False, samples=False).phases["third step"] for more in ((), ("fsdp_bf16_blocks",))
     ]
     assert both[1].touched < 0.95 * both[0].touched
     assert both[1].kernels < both[0].kernels

@@ -48,7 +48,7 @@ OF_THIS_MACHINE = {
 """Results of steps in the precision that smalti chooses here, by a part of their names."""
 
 
-LIGHT = ("step", "sdxl", "save", "zero", "headers", "data_s3", "health", "web", "web_events")
+LIGHT = ("save", "zero", "headers", "data_s3", "web")
 """Of each kind: on ranks, on a server, with runs that it launches, and with pages."""
 LAUNCHING = ("first_step", "save", "detect")
 """They start `python -m smalti`, here as a fork of their process."""

@@ -55,7 +55,7 @@ FAULTS = {
     "correct-sd3": ("exit", ""),  # whose process ends
 }
 """What `smalti_spoiler` does to each check, and the figure that tells; of all others the weights are wrong."""
-LIGHT = ("health", "correct-sdxl", "saves", "nccl")
+LIGHT = ("health", "nccl")
 """Some of each kind: all checks take minutes."""
 SOME = (*LIGHT, "resume", "compile-sdxl", "bare-sdxl", "sharded-one", "lost-rank") if WHOLE else LIGHT
 

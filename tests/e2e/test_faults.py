@@ -8,6 +8,7 @@ from smalti.checkpoint.format.manifest import SUSPECT
 from smalti.checkpoint.format.store import CheckpointStore
 from smalti_health.circuit_file import read_circuit
 from smalti_health.circuits import reset_circuit
+from support.whole import some
 
 OPTIONS = {"max_train_steps": 6, "train_batch_size": 4}
 
@@ -20,10 +21,10 @@ def saved(run) -> list[int]:
     return [entry.step for entry in CheckpointStore(run.directory / "checkpoints").all()]
 
 
-@pytest.mark.parametrize(
-    ("answer", "code", "steps"),
-    [("CONTINUE", 0, [6]), ("CHECKPOINT", 0, [2, 6]), ("STOP_SAVED", 5, [2]), ("STOP_UNSAVED", 5, [])],
-)
+ANSWERS = [("CONTINUE", 0, [6]), ("CHECKPOINT", 0, [2, 6]), ("STOP_SAVED", 5, [2]), ("STOP_UNSAVED", 5, [])]
+
+
+@pytest.mark.parametrize(("answer", "code", "steps"), some(ANSWERS, ANSWERS[1], ANSWERS[3]))
 def test_hook_on_gpu_fault_decides_whether_a_run_goes_on_and_what_it_saves(tmp_path, train, answer, code, steps):
     run = answered(train, tmp_path / "run", answer)
     assert (run.code, saved(run)) == (code, steps), run.output
@@ -57,16 +58,16 @@ def reported(train, directory, answer, *, ranks=2, spoil="report:1:3", **variabl
     return train(directory, **{**OPTIONS, "train_batch_size": 2}, num_processes=ranks, spoil=spoil, variables=words)
 
 
-@pytest.mark.parametrize(
-    ("answer", "code", "steps", "flags"),
-    [
-        ("CONTINUE", 0, [6], ()),
-        ("CHECKPOINT", 0, [3, 6], ()),
-        ("STOP_SAVED", 5, [3], ()),
-        ("STOP_SUSPECT", 5, [3], (SUSPECT,)),
-        ("STOP_UNSAVED", 5, [3], (SUSPECT,)),
-    ],
-)
+AGREED = [
+    ("CONTINUE", 0, [6], ()),
+    ("CHECKPOINT", 0, [3, 6], ()),
+    ("STOP_SAVED", 5, [3], ()),
+    ("STOP_SUSPECT", 5, [3], (SUSPECT,)),
+    ("STOP_UNSAVED", 5, [3], (SUSPECT,)),
+]
+
+
+@pytest.mark.parametrize(("answer", "code", "steps", "flags"), some(AGREED, AGREED[1], AGREED[3], AGREED[4]))
 def test_ranks_agree_on_a_reported_fault_and_end_at_the_same_step(tmp_path, train, answer, code, steps, flags):
     run = reported(train, tmp_path / "run", answer)
     ends = {call["rank"]: call["step"] for call in run.calls("on_rank_end")}

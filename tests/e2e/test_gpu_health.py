@@ -11,11 +11,12 @@ from smalti.checkpoint import SUSPECT, CheckpointStore, verify
 from smalti_health import read_circuits
 from smalti_testing.http_receiver import Receiver
 from smalti_testing.nvml import FakeNvml
+from support.whole import some
+
+READINGS = [("ecc_uncorrected_volatile.1 1", "ecc", (SUSPECT,)), ("recovery.1 3", "recovery_action", ())]
 
 
-@pytest.mark.parametrize(
-    ("reads", "kind", "flags"), [("ecc_uncorrected_volatile.1 1", "ecc", (SUSPECT,)), ("recovery.1 3", "recovery_action", ())]
-)
+@pytest.mark.parametrize(("reads", "kind", "flags"), some(READINGS, READINGS[0]))
 def test_every_rank_stops_at_the_same_step_and_the_state_is_saved(tmp_path, train, reads, kind, flags):
     driver = FakeNvml(tmp_path)
     driver.set("count 2")

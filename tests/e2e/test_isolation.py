@@ -3,6 +3,7 @@
 import pytest
 
 from smalti.checkpoint.format.store import CheckpointStore
+from support.whole import some
 
 OPTIONS = {
     "max_train_steps": 8,
@@ -27,7 +28,7 @@ def last_state(run) -> str:
     return run.events("state")[-1]["state"]
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", some([1, 2], 2))
 def test_a_validation_that_fails_is_reported_and_tried_again_at_the_next_interval(tmp_path, train, ranks):
     options = {**OPTIONS, "num_processes": ranks, "train_batch_size": 4 // ranks}
     run = train(tmp_path / "run", **options, spoil=f"sample:{ranks - 1}:4")
@@ -137,7 +138,7 @@ def test_an_observer_that_cannot_start_ends_the_run_and_the_others_are_told_of_t
     assert (last_state(run), run.events("error")[0]["message"]) == ("failed", "spoiled on_train_start")
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", some([1, 2], 2))
 def test_an_exit_in_a_hook_ends_the_run_as_an_exception_does(tmp_path, train, launch, ranks):
     options = {"max_train_steps": 4, "train_batch_size": 4 // ranks, "num_processes": ranks}
     run = (train if ranks == 1 else launch)(tmp_path / "run", **options, variables={"PROBE_EXIT": "on_checkpoint,on_step_end"})

@@ -9,6 +9,7 @@ import psutil
 import pytest
 
 from support.processes import send_signal
+from support.whole import only_whole
 
 
 @pytest.fixture(scope="module")
@@ -40,6 +41,9 @@ def test_two_machines_train_one_run_and_a_signal_to_one_stops_both(start, tmp_pa
     assert list((tmp_path / "run" / "checkpoints").glob("step-*/manifest.json"))
 
 
+@only_whole(
+    "plugins/cluster/tests/nodes/test_runs.py::test_sigterm_to_all_processes_of_a_node_stops_all_nodes_with_the_code_of_a_preemption"
+)
 def test_a_signal_to_all_processes_of_one_machine_stops_both(start, tmp_path, options):
     """As a scheduler sends it: torch's agent of that machine gets it too, and leaves without the other agent."""
     machines = [start(tmp_path / "run", machine_rank=machine, **options) for machine in (1, 0)]

@@ -12,6 +12,7 @@ import pytest
 from smalti.checkpoint.format.store import CheckpointStore
 from smalti.rundir.directory import RunDirectory
 from support.forked_popen import run_forked
+from support.whole import some
 
 GATED = Path(__file__).parent / "gated"
 
@@ -72,10 +73,10 @@ def wait_until_listed(folder: Path, phase: str, ending: str) -> str:
         time.sleep(0.2)
 
 
-@pytest.mark.parametrize(
-    ("phase", "ranks", "ending"),
-    [("scanning", 1, ""), ("encoding", 1, " images"), ("encoding", 2, " images"), ("building", 2, "")],
-)
+PHASES = [("scanning", 1, ""), ("encoding", 1, " images"), ("encoding", 2, " images"), ("building", 2, "")]
+
+
+@pytest.mark.parametrize(("phase", "ranks", "ending"), some(PHASES, PHASES[0], PHASES[2], PHASES[3]))
 def test_in_every_phase_a_run_is_seen_refused_to_others_taken_over_and_stopped(
     tmp_path, start, train, options, phase, ranks, ending
 ):

@@ -12,6 +12,7 @@ from smalti.checkpoint.format.store import CheckpointStore
 from smalti.checkpoint.format.verification import verify
 from smalti.rundir.directory import RunDirectory
 from smalti_plots.goodput import read_goodput
+from support.whole import some
 
 MIB = 2**20
 OPTIONS = {
@@ -41,7 +42,7 @@ def small_disk(tmp_path):
     subprocess.run(["umount", "--lazy", place], check=True)  # processes that stand ready may still map files of a run
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", some([1, 2], 2))
 def test_a_run_trains_on_when_the_disk_is_full_and_fails_in_the_end(small_disk, launch, ranks):
     run = launch(small_disk / "run", **{**OPTIONS, "train_batch_size": 4 // ranks}, num_processes=ranks, probe=False)
     last = next(line for line in run.output.splitlines() if "ended with exit code 1" in line)

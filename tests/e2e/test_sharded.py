@@ -14,7 +14,7 @@ OPTIONS = {
     **SHARDED,
     "max_train_steps": 20,
     "validation_step_interval": 10,
-    "validation_num_inference_steps": 5,
+    "validation_num_inference_steps": 2,
     "validation_base_model": True,
 }
 ON_CPU = {"SMALTI_CONTEXT_PARALLEL_ON_CPU": "1"}
@@ -63,7 +63,7 @@ RUNS = {
     },
 }
 """Twelve pictures a step, clipped, by one process and by sharded ones; with five, three, one and five prompts."""
-KINDS = some([kind for kind in RUNS if kind != "one"], "two", "accumulated", "compiled", "shared", "two by two")
+KINDS = some([kind for kind in RUNS if kind != "one"], "two", "accumulated", "compiled", "shared")
 
 
 @pytest.fixture(scope="module")

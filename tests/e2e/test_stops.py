@@ -17,6 +17,7 @@ from smalti.rundir.directory import RunDirectory
 from smalti_plots.goodput import read_goodput
 from support.forked_popen import run_forked
 from support.processes import commands, living, send_signal
+from support.whole import some
 
 ENDLESS = {"max_train_steps": 100_000, "train_batch_size": 4, "validation_prompt": "circle number 1"}
 
@@ -25,7 +26,7 @@ def smalti(*words: object) -> subprocess.CompletedProcess:
     return run_forked([sys.executable, "-m", "smalti", *map(str, words)])
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", some([1, 2], 2))
 def test_the_first_interrupt_finishes_the_step_and_saves_and_no_second_run_comes_between(tmp_path, start, train, ranks):
     run = start(tmp_path / "run", **ENDLESS, num_processes=ranks)
     run.wait_for_step(3)
@@ -43,7 +44,7 @@ def test_a_process_that_is_pre_empted_before_its_run_stands_says_so_by_its_code(
     assert ended.code == 6, ended.output
 
 
-@pytest.mark.parametrize(("ranks", "number"), [(1, signal.SIGUSR2), (2, signal.SIGTERM)])
+@pytest.mark.parametrize(("ranks", "number"), some([(1, signal.SIGUSR2), (2, signal.SIGTERM)], (1, signal.SIGUSR2)))
 def test_a_launch_that_is_pre_empted_while_it_looks_at_the_data_says_so_by_its_code(tmp_path, start, pictures, ranks, number):
     data = shutil.copytree(pictures, tmp_path / "data")
     caption = next(data.glob("*.txt"))
@@ -68,7 +69,7 @@ def test_what_a_library_would_do_at_the_very_end_of_a_process_cannot_make_a_run_
     assert f"  time         {read_goodput(RunDirectory(tmp_path / 'run'))}" in ended.output
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", some([1, 2], 2))
 def test_a_run_whose_terminal_is_closed_saves_and_leaves(tmp_path, start, ranks):
     ours, theirs = os.openpty()
     run = start(tmp_path / "run", **ENDLESS, num_processes=ranks, terminal=theirs)
@@ -80,7 +81,7 @@ def test_a_run_whose_terminal_is_closed_saves_and_leaves(tmp_path, start, ranks)
     assert (code, saved is not None) == (6, True)
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", some([1, 2], 2))
 def test_a_run_whose_words_nobody_reads_any_more_trains_to_its_end(tmp_path, start, ranks):
     run = start(tmp_path / "run", max_train_steps=60, train_batch_size=4, num_processes=ranks, checkpoint_step_interval=2)
     run.process.stdout.readline()
@@ -169,7 +170,7 @@ def test_ranks_are_waited_for_when_the_process_that_started_them_is_killed(tmp_p
     assert CheckpointStore(tmp_path / "run/checkpoints").latest() is not None
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+@pytest.mark.parametrize("number", some([signal.SIGTERM, signal.SIGUSR1], signal.SIGTERM))
 def test_a_signal_to_every_process_of_a_run_is_one_agreed_stop(tmp_path, start, number):
     run = start(tmp_path / "run", **ENDLESS, num_processes=2)
     run.wait_for_step(3)

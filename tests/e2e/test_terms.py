@@ -10,6 +10,7 @@ import torch
 from PIL import Image, ImageDraw, ImageOps
 
 from smalti.checkpoint.format.safetensors_reader import TensorFiles
+from support.whole import some
 
 STEPS = 3
 OPTIONS = {
@@ -44,12 +45,13 @@ KINDS = {
     "prompts": {"slider": "prompts", "slider_positive": "a large circle", "slider_negative": "a small circle"},
     "kept": {"preserve": "class", "preserve_class": "cat", "preserve_weight": 0.5, "prior_outside_mask": 0.5},
 }
-TRAINED = [
+EVERY = [
     *(("dpo", way) for way in ("ddp", "fsdp", "zero")),
     *(("images", way) for way in ("accumulated", "zero", "shared")),
     *(("prompts", way) for way in ("fsdp", "zero")),
     *(("kept", way) for way in ("accumulated", "zero", "shared")),
 ]
+TRAINED = some(EVERY, ("dpo", "zero"), ("images", "accumulated"), ("images", "shared"), ("prompts", "fsdp"), ("kept", "shared"))
 ADDED = {"dpo": ["dpo"], "kept": ["preserve", "prior_outside_mask"]}
 """Terms whose data are one image of the six of each step, so on one rank alone, and there in one micro-batch alone."""
 

@@ -1,7 +1,9 @@
-"""`make test` leaves out cases, never a promise: every test keeps some, and `make test-whole` runs all."""
+"""`make test` leaves out cases, never a promise: every test keeps some or names another one; `make test-whole` runs all."""
 
+import ast
 import os
 import subprocess
+from pathlib import Path
 
 import pytest
 
@@ -9,6 +11,7 @@ from support.whole import some
 
 LOOKING = {
     "tests/support/whole.py",
+    "tests/conftest.py",  # hypothesis draws more examples
     "tests/meta/test_whole.py",
     "tests/bench/test_gpu_day.py",  # runs beside each other those that are kept
     "tests/bench/test_cluster_day.py",  # a job of SLURM, of minutes
@@ -30,13 +33,39 @@ def test_a_test_without_cases_or_with_a_misspelt_one_is_not_even_collected(kept,
         some("abcd", *kept, whole=whole)
 
 
+def paths(root: Path) -> list[Path]:
+    return [*root.glob("tests/**/*.py"), *root.glob("plugins/*/tests/**/*.py")]
+
+
 def test_no_file_leaves_out_more_than_cases(root):
     found = set()
-    for path in (*root.glob("tests/**/*.py"), *root.glob("plugins/*/tests/**/*.py")):
+    for path in paths(root):
         text = path.read_text(encoding="utf-8")
         if "whole import WHOLE" in text or "SMALTI_TEST" in text:
             found.add(str(path.relative_to(root)))
     assert found == LOOKING
+
+
+def keepers(path: Path) -> dict[str, str | None]:
+    """The tests of a file, and of those that `make test` leaves out as a whole, the test that keeps the promise."""
+    found: dict[str, str | None] = {}
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.FunctionDef) and node.name.startswith("test_"):
+            calls = [each for each in node.decorator_list if isinstance(each, ast.Call)]
+            [keeper] = [ast.literal_eval(each.args[0]) for each in calls if ast.unparse(each.func) == "only_whole"] or [None]
+            found[node.name] = keeper
+    return found
+
+
+def test_a_test_that_is_left_out_names_one_that_is_not(root):
+    tests = {str(path.relative_to(root)): keepers(path) for path in paths(root)}
+    named = [keeper for found in tests.values() for keeper in found.values() if keeper is not None]
+    texts = [path.read_text(encoding="utf-8") for path in paths(root) if path.name not in ("whole.py", "test_whole.py")]
+    assert sum(text.count("only_whole(") for text in texts) == len(named) > 0, "it stands above tests only"
+    for keeper in named:
+        file, _, name = keeper.partition("::")
+        assert name in tests[file], f"{keeper}: no such test"
+        assert tests[file][name] is None, f"{keeper} is left out itself"
 
 
 def test_make_test_whole_runs_all_cases_and_make_test_those_that_are_kept(root, tmp_path):

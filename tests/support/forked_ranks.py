@@ -3,7 +3,7 @@
     with forked_processes(group=False) as pair:
         pair.run(function)                       as with `smalti_testing.two_processes`, which starts each rank anew
 
-To a rank only two things are different: the modules of HEAVY have been imported already, and those that the test names; and its
+To a rank only two things are different: modules of all runs have been imported already, and those that the test names; and its
 environment is in force from then on, not from the start of the process. Tests to which that matters start their ranks anew.
 """
 
@@ -27,16 +27,9 @@ import psutil
 from smalti.types import World
 from smalti_testing.pytest import ParallelContract
 from smalti_testing.ranks import RankProcesses
+from support.imports import import_for_runs
 
-HEAVY = (
-    "smalti.training.ddp_parallel",
-    "smalti_testing.rank",
-    "smalti_testing.strategies",
-    "smalti.launch.rank",
-    "smalti.launch.worker",
-    "torch._dynamo",  # which optimizers import when they are first used
-    "torch.distributed.fsdp",
-)
+HEAVY = ("smalti_testing.rank", "smalti_testing.strategies")
 PATIENCE = 240.0
 """Seconds after which a call is given up: many times what any takes on two cores that have other work as well."""
 _LONGEST_ORDER = 2**20
@@ -161,6 +154,7 @@ def fork_server(module: str) -> ForkServer:
 def main(descriptor: int) -> None:
     """Fork ranks until nobody is there to ask for them. In a rank, return when it has done its work."""
     gc.disable()  # imports make hardly any garbage
+    import_for_runs()
     for name in HEAVY:
         import_module(name)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for them here

@@ -22,11 +22,12 @@ from pathlib import Path
 from support.forked_ranks import forked_processes
 
 MOST = 4
-PIPELINES = (
+IMPORTS = (
+    "deepspeed",
     "diffusers.pipelines.flux.pipeline_flux",
     "diffusers.pipelines.stable_diffusion_xl.pipeline_stable_diffusion_xl",
 )
-"""Imported once for all: each process would take seconds with what a pipeline of diffusers imports."""
+"""Imported once for all: each process would take seconds with DeepSpeed, and with what a pipeline of diffusers imports."""
 _OF_A_RANK = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -34,7 +35,7 @@ class WarmProcesses:
     """Up to four processes, started when the first run needs them. They end with this one."""
 
     def __init__(self) -> None:
-        self._ranks = forked_processes(ranks=MOST, group=False, seconds=240, imports=PIPELINES)
+        self._ranks = forked_processes(ranks=MOST, group=False, seconds=240, imports=IMPORTS)
 
     def train(self, words: Sequence[str], variables: Mapping[str, str]) -> tuple[int, str]:
         """`smalti train WORDS`: the exit code, and all that was printed. Raises RankFailed when one of several ranks fails.

@@ -20,7 +20,7 @@ from smalti_plan.counted import count, request_of
 from support.whole import some
 
 EVERY = [(family, flavour) for family, flavours in FLAVOURS.items() for flavour in flavours]
-FIRST = [(family, next(iter(flavours))) for family, flavours in FLAVOURS.items()]
+FIRST = [(family, next(iter(FLAVOURS[family]))) for family in ("flux", "lumina2", "sana", "sdxl")]
 
 
 @pytest.fixture(autouse=True)
@@ -52,7 +52,7 @@ def exit_code(*words):
     return int(left.value.code or 0)
 
 
-@pytest.mark.parametrize("family", some(FLAVOURS, "flux", "sdxl", "sana"))
+@pytest.mark.parametrize("family", some(FLAVOURS, "flux", "sdxl"))
 def test_each_family_is_counted(family, asked):
     config = command_line(family, "--resolution=512", "--resolution_type=pixel").config()
     facts = count(request_of(config, "cuda"))
@@ -68,7 +68,9 @@ def test_a_plan_by_the_name_on_the_hub(capsys):
     assert json.loads(capsys.readouterr().out)["schema"]
 
 
-@pytest.mark.parametrize(("family", "flavour"), some(EVERY, *FIRST))
+@pytest.mark.parametrize(
+    ("family", "flavour"), some(EVERY, *(each for each in FIRST if each[0] in ("flux", "lumina2", "sana", "sdxl")))
+)
 def test_blocks_of_each_model_are_detected_and_its_other_parts_are_described(family, flavour, asked):
     given = command_line(family, f"--pretrained_model_name_or_path={FLAVOURS[family][flavour]}")
     found = detect(given.config(), given.plugins, refresh=True)
@@ -81,7 +83,7 @@ def test_blocks_of_each_model_are_detected_and_its_other_parts_are_described(fam
     assert asked == []
 
 
-@pytest.mark.parametrize("family", some(FLAVOURS, "flux", "sdxl"))
+@pytest.mark.parametrize("family", some(FLAVOURS, "sdxl"))
 def test_a_dry_run_of_each_family_says_that_weights_will_be_downloaded(family, tmp_path, capsys, asked):
     (tmp_path / "images").mkdir()
     Image.new("RGB", (64, 64)).save("images/one.png")

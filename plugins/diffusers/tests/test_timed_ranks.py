@@ -19,6 +19,7 @@ from smalti_diffusers.lora.timed import RankMasks, noise_level
 from smalti_diffusers.lora.workshop import held, opened, write
 from smalti_diffusers.options import LoraOptions
 from smalti_testing.family_subject import FamilySubject
+from support.whole import some
 
 TIMED = ("--tlora_min_rank=1", "--lora_rank=5", "--lora_alpha=5")
 LEVELS = (100.0, 500.0, 900.0)
@@ -40,7 +41,11 @@ class _Model(torch.nn.Module):
         return timestep
 
 
-@pytest.mark.parametrize("kind", ["flux", "sdxl", *(each for each in EVERY if each not in ("flux", "sdxl", "sdxl encoded"))])
+KINDS = [kind for kind in EVERY if kind != "sdxl encoded"]
+KEPT = ("flux", "sdxl", "flux2 klein", "sd3.5", "pixart sigma", "sana", "auraflow", "lumina2", "qwen image", "z image")
+
+
+@pytest.mark.parametrize("kind", some(KINDS, *KEPT))
 def test_each_sample_of_a_batch_has_the_ranks_of_its_own_noise_level(family_of, kind):
     """As an adapter that has no others, for each sample. The noise level is found in what the family's model is called with."""
     conv = ("--lora_targets=to_q,conv1",) if kind == "sdxl" else ()
@@ -139,7 +144,7 @@ def test_at_pure_noise_the_least_ranks_alone_have_a_gradient(recomputed):
             assert not matrix[1:].any(), rows
 
 
-@pytest.mark.parametrize("kind", ["flux", "sdxl", "lumina2", "z image"])
+@pytest.mark.parametrize("kind", some(["flux", "sdxl", "lumina2", "z image"], "sdxl", "lumina2"))
 def test_in_samples_the_ranks_follow_the_noise_levels_of_the_pipeline(family_of, kind):
     """With guidance, which the pipelines compute as a batch of two."""
     subject = FamilySubject(family_of(kind, "--mixed_precision=no", *CHOSEN, *TIMED))

@@ -14,22 +14,38 @@ from smalti.plugins.schema import schema_of
 from smalti.training.optim.optimizers import matrices, parameter_groups
 from smalti_fsdp2.checks import problems
 from smalti_fsdp2.fsdp1 import Fsdp1Parallel
-from smalti_testing.strategies import run_check
+from smalti_testing.strategies import STRATEGY, run_check
 from smalti_testing.strategy_subject import FLAGS, open_strategy, whole_state
-from support.forked_ranks import ForkedContract, forked_processes
+from support.forked_ranks import forked_processes
+from support.whole import some
 
 VERSION1 = ("--fsdp_enable", "--fsdp_version=1")
 
 
-class TestOneRank(ForkedContract):
-    plugin = "fsdp2"
-    flags = VERSION1
-    ranks = 1
+KEPT = ("it_fills_the_model_with_the_first_weights", "steps_are_those_of_one_process", "discarded_gradients_are_gone")
+KEPT += ("a_restored_state_continues_bit_for_bit", "a_checkpoint_comes_back_bit_for_bit", "one_process_reads_its_checkpoints")
 
 
-class TestTwoRanks(ForkedContract):
-    plugin = "fsdp2"
-    flags = VERSION1
+@pytest.fixture(scope="module")
+def one():
+    with forked_processes(ranks=1, group=False) as rank:
+        yield rank
+
+
+@pytest.fixture(scope="module")
+def two():
+    with forked_processes(group=False) as ranks:
+        yield ranks
+
+
+@pytest.mark.parametrize("check", some(STRATEGY.checks, *KEPT[:2]))
+def test_one_rank_keeps_the_contract(one, tmp_path, check):
+    run_check(one, check, "fsdp2", VERSION1, tmp_path)
+
+
+@pytest.mark.parametrize("check", some(STRATEGY.checks, *KEPT))
+def test_two_ranks_keep_the_contract(two, tmp_path, check):
+    run_check(two, check, "fsdp2", VERSION1, tmp_path)
 
 
 # --- a model with everything that is unusual ------------------------------------------------------------------------

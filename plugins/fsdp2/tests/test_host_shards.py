@@ -1,5 +1,6 @@
 """Frozen shards in host memory: the numbers of a model whose shards are on the device, and as many copies as gathers."""
 
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ from smalti_fsdp2.sharding import prefetch, shard, shard_mesh
 from smalti_fsdp2.wrapping import units
 from smalti_memory.host_memory import HostMemory
 from support.forked_ranks import forked_processes
+from support.whole import some
 
 WIDTH, DEPTH = 48, 4
 
@@ -105,8 +107,10 @@ def four():
         yield ranks
 
 
-@pytest.mark.parametrize("kept_as", [None, torch.int8, torch.float8_e4m3fn], ids=str)
-@pytest.mark.parametrize("size", [1, 2, 4])
+EVERY = [*product([1, 2, 4], [None, torch.int8, torch.float8_e4m3fn])]
+
+
+@pytest.mark.parametrize(("size", "kept_as"), some(EVERY, (1, torch.int8), (2, torch.float8_e4m3fn), (4, None)))
 def test_a_model_with_frozen_shards_in_host_memory_is_the_same_model(four, tmp_path, size, kept_as):
     """Shards of 1, 2 or 4 ranks; four are one group, or several copies of the model."""
     assert four.run(difference, size, kept_as, 2**30, tmp_path) == [[]] * 4

@@ -6,6 +6,7 @@ from smalti_memory import activations
 from support.alike import assert_alike, losses
 from support.images import images_in
 from support.warm_processes import warm_processes
+from support.whole import some
 
 STEPS, BATCH, WIDTH, RESOLUTION, PATCH = 3, 2, 64, 64, 4
 STRATEGIES = {
@@ -43,7 +44,7 @@ def train(tmp_path_factory):
     return run
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", some(STRATEGIES, "ddp", "fsdp2"))
 def test_a_run_with_activations_in_host_memory_is_the_run_without_bit_for_bit(train, strategy):
     assert BATCH * (RESOLUTION // PATCH) ** 2 * WIDTH * 4 >= activations._LEAST, "inputs of blocks are worth a copy"
     directories = []

@@ -6,6 +6,7 @@ import tiny
 from support.alike import assert_alike, losses
 from support.images import images_in
 from support.warm_processes import warm_processes
+from support.whole import some
 
 STEPS = 4
 
@@ -63,7 +64,10 @@ def test_so_is_one_that_began_resident_with_part_of_the_blocks_streamed_after_re
     assert_alike(directory, resident, STEPS)
 
 
-@pytest.mark.parametrize(("kind", "precision"), [("dora", "no_change"), ("lokr", "int8-rowwise"), ("loha", "int8-rowwise")])
+ADAPTERS = [("dora", "no_change"), ("lokr", "int8-rowwise"), ("loha", "int8-rowwise")]
+
+
+@pytest.mark.parametrize(("kind", "precision"), some(ADAPTERS, *ADAPTERS[:2]))
 def test_so_are_those_of_other_kinds_of_adapters_over_a_quantised_base_too(train, kind, precision):
     """But a DoRA, which goes with no quantised base."""
     common = {"lora_kind": kind, "base_model_precision": precision, "num_processes": 1, "validation_step_interval": 0}

@@ -27,6 +27,7 @@ from smalti_optimizers.prodigy_schedule_free import ProdigyScheduleFree
 from smalti_optimizers.schedule_free import ScheduleFree, ScheduleFreeAdamW
 from smalti_optimizers.stable_adamw import StableAdamW
 from support.forked_ranks import forked_processes
+from support.whole import some
 
 SHAPES = {"matrix": (5, 3), "vector": (7,), "convolution": (4, 3, 2, 2), "table": (1, 4, 6), "number": ()}
 
@@ -337,7 +338,7 @@ def pairs_and_threes():
         yield two, three
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", some(KINDS, "lion", "adamw8bit", "came", "prodigy_schedulefree"))
 def test_a_run_continues_on_another_number_of_ranks_as_on_one(kind, tmp_path, pairs_and_threes):
     two, three = pairs_and_threes
     places = [tmp_path / name for name in ("two", "three", "one", "whole")]

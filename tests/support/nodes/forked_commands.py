@@ -27,18 +27,16 @@ from functools import partial
 from importlib import import_module, invalidate_caches
 from pathlib import Path
 
+from support.imports import MODULES, import_for_runs
+
 from .namespaces import adopt_orphans, end_with_parent, show_as
 
 HEAVY = (
-    "smalti.launch.rank",
-    "smalti.launch.worker",
-    "smalti.training.ddp_parallel",
+    *MODULES,
     "smalti.cli.entry",
     "smalti.cli.train",
     "smalti_health.monitor.rank",
-    "smalti_toy",
-    "torch._dynamo",  # which optimizers import when they are first used
-    "torch.distributed.fsdp",
+    "smalti_toy.family",
     "torch.distributed.launcher.api",
     "torch.distributed.run",
 )
@@ -48,6 +46,7 @@ _LONGEST = 1 << 18
 
 
 def import_heavy() -> None:
+    import_for_runs()
     for name in HEAVY:
         import_module(name)
     sys.modules.pop("torch.distributed.run")  # which the agent executes as a module; what that one imports is there

@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 
 from smalti.rundir import RunDirectory
 from support.nodes.runs import Run
+from support.whole import only_whole
 
 PROBE = Path(__file__).parents[4] / "tests" / "e2e" / "probe"
 LAST = 40
@@ -138,6 +139,9 @@ def test_a_failure_that_would_come_again_ends_the_run_on_all_nodes(two_nodes, tm
     assert generations(run.directory) == [(1, 2, 1)]
 
 
+@only_whole(
+    "plugins/cluster/tests/nodes/test_elastic.py::test_a_group_takes_back_a_node_that_waits_as_a_spare_and_loses_no_step"
+)
 def test_a_signal_to_one_node_of_a_group_stops_all(two_nodes, tmp_path):
     run = elastic(two_nodes, tmp_path / "run", max_train_steps=100_000)
     run.wait_for_step(2)

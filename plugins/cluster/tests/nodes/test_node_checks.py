@@ -15,7 +15,7 @@ from support.nodes.runs import Run
 def three_nodes():
     if reason := forbidden():
         pytest.skip(reason)
-    with Cluster(3) as cluster:
+    with Cluster(3, warm=True) as cluster:
         yield cluster
 
 

@@ -9,6 +9,7 @@ import pytest
 
 from smalti.checkpoint import SUSPECT, CheckpointStore, verify
 from support.nodes.runs import Run
+from support.whole import some
 
 PROBE = Path(__file__).parents[4] / "tests" / "e2e" / "probe"
 
@@ -25,7 +26,7 @@ def probed(spoil: str, calls: Path, **more: str) -> dict[str, str]:
     return {"PYTHONPATH": path, "PROBE_SPOIL": spoil, "PROBE_CALLS": str(calls), **more}
 
 
-@pytest.mark.parametrize("node", [0, 1])
+@pytest.mark.parametrize("node", some([0, 1], 1))
 def test_sigterm_to_all_processes_of_a_node_stops_all_nodes_with_the_code_of_a_preemption(two_nodes, tmp_path, node):
     run = Run(two_nodes, tmp_path / "run")
     run.wait_for_step(2)

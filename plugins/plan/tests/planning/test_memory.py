@@ -5,6 +5,7 @@ import pytest
 from planning.conftest import COMMON, as_words
 from planning.measured import STEP, measured, rehearsed
 from support.forked_ranks import forked_processes
+from support.whole import some
 
 DDP_OWN = 1024
 """Bytes that DDP keeps for itself, such as which parameters were used."""
@@ -25,7 +26,7 @@ RUNS = {
 }
 
 
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name", some(RUNS, "released, bf16 weights", "zero3", "fsdp2, accumulation, average, bf16"))
 def test_bytes_are_those_of_real_ranks(name, tmp_path):
     ranks, options, flags = RUNS[name]
     paths = {"instance_data_dir": tmp_path, "output_dir": tmp_path / "run"}

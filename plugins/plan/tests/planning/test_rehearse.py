@@ -7,6 +7,7 @@ import pytest
 
 from planning.conftest import COMMON, as_words
 from planning.measured import rehearsed
+from planning.pipelines import PIPELINES
 from smalti import World
 from smalti.cli.arguments import CommandLine
 from smalti.parallel import device_models
@@ -18,6 +19,7 @@ from smalti_plan.records import Candidate
 from smalti_plan.refine import rehearsed as rehearsed_way
 from smalti_plan.rehearsal.rehearse import rehearse
 from support.forked_ranks import forked_processes
+from support.whole import only_whole
 
 SHARDED = {**COMMON, "mixed_precision": "bf16", "num_processes": 16, "fsdp_enable": "true", "use_ema": "true"}
 
@@ -83,6 +85,9 @@ def test_one_rank_with_its_weights_in_host_memory_is_rehearsed(tmp_path, monkeyp
     assert rehearsal.resident_host >= (4 + 8) * rehearsal.trainable, "fp32 weights and the state of AdamW"
 
 
+@only_whole(
+    "tests/accelerators/test_streamed.py::test_shards_take_no_memory_of_the_device_and_come_as_one_copy_for_each_gather"
+)
 def test_shards_of_a_frozen_base_in_host_memory_are_rehearsed(tmp_path, monkeypatch):
     import tiny
 
@@ -117,7 +122,7 @@ def test_a_pipeline_without_weights_is_enough(tmp_path):
     words = as_words(
         {**own, "instance_data_dir": tmp_path, "output_dir": tmp_path / "run"}, ["use_cpu", "gradient_checkpointing"]
     )
-    with forked_processes(ranks=1, group=False) as process:
+    with forked_processes(ranks=1, group=False, imports=PIPELINES[:1]) as process:
         [rehearsal] = process.run(rehearsed, words, micro_batch=2)
     assert rehearsal.error is None
     assert rehearsal.text_tokens == 32
@@ -137,7 +142,7 @@ def test_the_passes_over_pairs_of_images_are_rehearsed(tmp_path):
     given = as_words({**own, "data_backend_config": datasets, "output_dir": tmp_path / "run"}, ["use_cpu", "vae_cache_disable"])
     found = []
     for more in ((), ("--dpo_beta=2000",)):
-        with forked_processes(ranks=1, group=False) as process:
+        with forked_processes(ranks=1, group=False, imports=PIPELINES[:1]) as process:
             [rehearsal] = process.run(rehearsed, [*given, *more], micro_batch=2)
         assert rehearsal.error is None
         found.append(sum(each.flops for each in rehearsal.operations if each.kind == "matmul"))
