@@ -149,7 +149,8 @@ def install(trial: Trial, place: Path, dist: Path, packages: tuple[str, ...]) ->
         uv = Path(sys.executable).parent / "uv"
         cache = ("--cache-dir", str(PLACE / "uv"), "--no-config")
         command = [str(uv), "pip", "install", "--quiet", *cache, "--python", str(place / "bin" / "python"), *where, *packages]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    patient = {**os.environ, "UV_LOCK_TIMEOUT": "3600"}  # one unpacks torch while the other waits, which may be long
+    done = subprocess.run(command, env=patient, capture_output=True, text=True, check=False)
     if done.returncode != 0:
         raise TrialError(f"install {' '.join(packages)}:\n{done.stdout}{done.stderr}")
 
