@@ -69,3 +69,13 @@ def test_the_core_each_package_and_all_together_are_tried(tmp_path):
     alone = {package.partition("[")[0] for (package,) in planned[2:-1]}
     assert alone == {f"smalti-{name.replace('_', '-')}" for name in names}
     assert len(planned[-1]) == len(names) + 1
+
+
+def test_what_only_the_core_answers_is_tried_without_other_packages_and_with_the_sets(tmp_path):
+    for name in ("smalti-1.0.0", "smalti_hub-1.0.0"):
+        (tmp_path / f"{name}-py3-none-any.whl").touch()
+    names = [[name for name, _ in installs.steps(trial, tmp_path, tmp_path)] for trial in installs.trials(tmp_path)]
+    core, usual, hub, everything = map(set, names)
+    assert {*installs.OF_THE_CORE, "train"} <= core & usual
+    assert (core - hub, everything >= core) == ({*installs.OF_THE_CORE}, True)
+    assert names[2][:3] == ["install", "help", "plugins"]

@@ -9,12 +9,15 @@ import pytest
 import torch
 from pydantic import ValidationError
 
+from smalti import RunState, StopReason
+from smalti.rundir import RunDirectory
 from smalti.training.trainer import __file__ as TRAINER
 from smalti_health.hangs.deadlines import Deadlines
 from smalti_health.hangs.flight_recorder import Call, last_calls, sentence
 from smalti_health.hangs.options import HangOptions
 from smalti_health.hangs.rank_progress import OwnTime, RankProgress, described, standstill
 from smalti_health.hangs.stacks import StackDumps
+from smalti_health.hangs.stops import asked_since
 from smalti_health.hangs.watch import waits_in
 
 NOW = 10_000.0
@@ -195,3 +198,11 @@ def test_what_killed_processes_left_of_their_stacks_is_removed_at_the_next_start
     finally:
         used.close()
     assert set(tmp_path.iterdir()) == {new}
+
+
+def test_a_run_that_has_made_all_its_steps_was_not_asked_to_stop_until_a_signal_comes(tmp_path):
+    directory, state = RunDirectory(tmp_path), RunState(max_steps=4, step=4)
+    state.request_stop(StopReason.COMPLETED, "trained 4 steps")
+    assert asked_since(directory, state) is None
+    state.request_stop(StopReason.PREEMPTED)
+    assert asked_since(directory, state) >= 0

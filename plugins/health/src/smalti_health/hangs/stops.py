@@ -9,14 +9,18 @@ import time
 from contextlib import suppress
 from typing import NoReturn
 
-from smalti import Config, RunState
+from smalti import Config, RunState, StopReason
 from smalti.rundir import RunDirectory
 from smalti.system import load_json, preemption_signals, read_regular
 
 
 def asked_since(directory: RunDirectory, state: RunState) -> float | None:
-    """How many seconds ago this run was asked to stop, by a signal or a command; None if it was not."""
-    ages = [] if state.stop_requested_at is None else [time.monotonic() - state.stop_requested_at]
+    """How many seconds ago this run was asked to stop, by a signal or a command; None if it was not.
+
+    A run that has made all its steps was not: what it does at its end, such as an upload, may take its time.
+    """
+    asked = state.stop_requested_at if state.stop_reason is not StopReason.COMPLETED else None
+    ages = [] if asked is None else [time.monotonic() - asked]
     for path in directory.control.glob("*.json"):
         with suppress(OSError, ValueError, AttributeError):  # just taken, or no request: the loop says so
             if load_json(read_regular(path)).get("kind") == "stop":
