@@ -117,6 +117,19 @@ def test_shards_in_host_memory_pin_what_they_need_and_no_more(seen):
     assert 0 < weights <= pinned <= 1.01 * weights
 
 
+OFFLOADED = {
+    "came": {"optimizer": "came"},
+    "adamw8bit": {"optimizer": "adamw8bit"},
+    "bf16": {"weights_dtype": "bf16", "max_grad_norm": 0},
+}
+
+
+@pytest.mark.parametrize("name", some(OFFLOADED, "came", "bf16"))
+def test_state_is_with_the_shards_in_host_memory(rehearsed, name):
+    seen = rehearsed("fsdp_enable", "fsdp_cpu_offload", samples=False, **OFFLOADED[name])
+    assert {device for _, device in seen.state} == {device for _, device in seen.resumed_state} == {"cpu"}
+
+
 def test_no_more_is_pinned_than_may_be(rehearsed):
     pinned, weights = rehearsed("fsdp_enable", "fsdp_cpu_offload", pinned_gib=0, saves=False, samples=False).built
     assert pinned < 64 < weights, "a number at most"

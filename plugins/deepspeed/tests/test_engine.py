@@ -13,7 +13,7 @@ from smalti.training.optim.ema import Ema
 from smalti.training.optim.optimizers import decouple_decay, matrices, parameter_groups
 from smalti_deepspeed.formats import FORMATS
 from smalti_migrate.checkpoints.convert import convert
-from smalti_testing import RankFailed, TinyFamily
+from smalti_testing import RankFailed, TinyFamily, strategy_subject
 from smalti_testing.strategies import run_check
 from smalti_testing.strategy_subject import Reference, open_family, open_strategy, whole_state
 from support.forked_ranks import forked_processes
@@ -102,6 +102,40 @@ SAID = [
 def test_in_bf16_gradients_are_averaged_and_added_up_in_fp32_unless_another_type_is_named(ranks, stage, said):
     flags = (f"--deepspeed_config={json.dumps({'zero_optimization': {'stage': stage}, **said})}", IN_BF16)
     assert set(ranks.run(types_of_gradients, flags)) == {(torch.float32, torch.float32)}
+
+
+def alone(flags: tuple[str, ...], sizes: tuple[int, ...], *, own: bool) -> tuple[list[bool], dict[str, torch.Tensor]]:
+    """Whether fp32 sums are on the device before each step of so many backward passes; the state after all.
+
+    With `own`, DeepSpeed decides about them by itself.
+    """
+    subject = open_family("deepspeed", flags, 1, TinyFamily())
+    zero, found = subject.model.optimizer, []
+    if own:
+        del zero._use_compact_grad_partition_buffer
+    for number, passes in enumerate(sizes):
+        for micro in range(passes):
+            with subject.parallel.accumulate(last=micro == passes - 1):
+                with subject.parallel.autocast():
+                    loss = strategy_subject._loss(subject.family, subject.model, number, 0, micro)
+                subject.parallel.backward(loss / passes)
+        subject.parallel.clip_gradients(0.05)
+        found.append(any(each is not None for each in zero.averaged_gradients.values()))
+        subject.parallel.step()
+    return found, subject.whole()
+
+
+def alone_twice(flags: tuple[str, ...], sizes: tuple[int, ...]) -> tuple[list[bool], list[bool], bool]:
+    """Where sums are on the device, where DeepSpeed would have them, and whether all else is equal."""
+    (found, state), (before, expected) = (alone(flags, sizes, own=own) for own in (False, True))
+    equal = state.keys() == expected.keys() and all(torch.equal(state[name], expected[name]) for name in state)
+    return found, before, equal
+
+
+def test_one_rank_adds_up_offloaded_gradients_on_its_device_only_over_several_backward_passes():
+    flags = (*zero(2, offload_optimizer={"device": "cpu"}), IN_BF16)
+    with forked_processes(ranks=1, group=False, imports=["support.zero_ranks"]) as one:
+        assert one.run(alone_twice, flags, (1, 2, 1)) == [([False, True, False], [True] * 3, True)]
 
 
 # --- state ----------------------------------------------------------------------------------------------------------

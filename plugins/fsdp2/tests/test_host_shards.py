@@ -1,5 +1,6 @@
 """Frozen shards in host memory: the numbers of a model whose shards are on the device, and as many copies as gathers."""
 
+from contextlib import nullcontext
 from itertools import product
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from smalti_fsdp2.sharding import prefetch, shard, shard_mesh
 from smalti_fsdp2.wrapping import units
 from smalti_memory.host_memory import HostMemory
 from support.forked_ranks import forked_processes
+from support.late_copies import LateCopies
 from support.whole import some
 
 WIDTH, DEPTH = 48, 4
@@ -56,7 +58,28 @@ class Poisoned(HostShards):
         return self.before
 
 
-def trained(size: int, kept_as: torch.dtype | None, limit: int | None, folder: Path) -> tuple[list, HostShards | None, list]:
+class Late(Poisoned):
+    """What was copied is NaN until its stream has come so far, or that of another one with `strays`."""
+
+    strays = False
+
+    def fetch(self, group):
+        copy = super().fetch(group)
+        with torch.cpu.stream(torch.cpu.Stream()) if self.strays else nullcontext():
+            COPIES.add(copy, group.memory)
+        return copy
+
+
+class Stray(Late):
+    strays = True
+
+
+COPIES = LateCopies()
+
+
+def trained(
+    size: int, kept_as: torch.dtype | None, limit: int | None, folder: Path, kind: type[HostShards] = Poisoned
+) -> tuple[list, HostShards | None, list]:
     """Losses and gradients of some steps, with shards in host memory if there is a limit of pinned memory."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     world = World(rank=rank, size=ranks, local_rank=rank, local_size=ranks)
@@ -71,7 +94,7 @@ def trained(size: int, kept_as: torch.dtype | None, limit: int | None, folder: P
     prefetch(groups, 1, 1)
     shards = None
     if limit is not None:
-        shards = Poisoned(groups[:-1], "cpu", HostMemory("cpu", limit=limit, folder=folder))
+        shards = kind(groups[:-1], "cpu", HostMemory("cpu", limit=limit, folder=folder))
     fill(model, weights, GlooCommunicator(world=world, group=dist.group.WORLD), on_host=True, from_first=False, streamed=shards)
     found = []
     for step in range(2):
@@ -89,10 +112,13 @@ def trained(size: int, kept_as: torch.dtype | None, limit: int | None, folder: P
     return found, shards, frozen
 
 
-def difference(size: int, kept_as: torch.dtype | None, limit: int, folder: Path) -> list[str]:
+def difference(
+    size: int, kept_as: torch.dtype | None, limit: int, folder: Path, kind: type[HostShards] = Poisoned
+) -> list[str]:
     """What is not as it is with all shards on the device."""
     expected, _, kept = trained(size, kept_as, None, folder)
-    found, shards, frozen = trained(size, kept_as, limit, folder)
+    with COPIES.streams() if issubclass(kind, Late) else nullcontext():
+        found, shards, frozen = trained(size, kept_as, limit, folder, kind)
     wrong = [] if all(torch.equal(one, other) for one, other in zip(found, expected, strict=True)) else ["the numbers"]
     wrong += [] if all(torch.equal(one, other) for one, other in zip(frozen, kept, strict=True)) else ["the frozen shards"]
     held = sum(len(each[0].group.memory) for each in shards._groups)
@@ -114,6 +140,12 @@ EVERY = [*product([1, 2, 4], [None, torch.int8, torch.float8_e4m3fn])]
 def test_a_model_with_frozen_shards_in_host_memory_is_the_same_model(four, tmp_path, size, kept_as):
     """Shards of 1, 2 or 4 ranks; four are one group, or several copies of the model."""
     assert four.run(difference, size, kept_as, 2**30, tmp_path) == [[]] * 4
+
+
+@pytest.mark.parametrize("size", [1, 4])
+def test_so_is_it_where_copies_take_time(four, tmp_path, size):
+    assert four.run(difference, size, None, 2**30, tmp_path, Late) == [[]] * 4
+    assert four.run(difference, size, None, 2**30, tmp_path, Stray) == [["the numbers"]] * 4, "a copy that nothing waits for"
 
 
 def test_so_is_it_where_pages_of_files_take_what_may_not_be_pinned(four, tmp_path):

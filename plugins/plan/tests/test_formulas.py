@@ -70,6 +70,15 @@ def test_gradients_in_host_memory_may_be_added_up_on_the_device_before():
         assert summing.resident_host == plain.resident_host
 
 
+def test_one_rank_with_one_backward_pass_adds_up_no_gradients():
+    one, kept = World(size=1, local_size=1, device="cuda:0"), replace(sharded(1), offloaded=frozenset(("state", "gradients")))
+    run = replace(RUN, effective_batch=2)
+    for micro, sums in ((2, 0), (1, 4 * MODEL.trained)):
+        ways = (estimate(MODEL, run, replace(kept, summed_bytes=each), "full", micro, H100, one).counted for each in (0, 4))
+        plain, summing = (each.phases["step"].device.total for each in ways)
+        assert summing - plain == sums
+
+
 def test_gradients_count_between_steps_where_their_memory_is_kept():
     once = replace(RUN, effective_batch=8)
     kept, freed = (counted(replace(WHOLE, keeps_gradients=kept), run=once).counted for kept in (True, False))

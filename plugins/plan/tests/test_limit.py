@@ -184,6 +184,8 @@ def test_blocks_that_stay_on_the_device_take_its_memory_and_save_host_memory_and
     )
     assert ways[1].counted.peak.total - ways[0].counted.peak.total == 4 * 2**30
     assert ways[0].fit.host - ways[1].fit.host == 4 * 2**30 * world.size, "all ranks of the node together"
+    held = {each.device.gathered for each in ways[0].counted.phases.values()}
+    assert (len(held) == 1) == (name == "streamed"), "what is streamed has its places at all times"
     chosen = [each for each in one.ways(one.fixed) if each.strategy.name == name]
     assert any(each.options["resident_gib"] > 0 and each.fit.level == "fits" for each in chosen), "as many blocks as fit"
 

@@ -311,7 +311,8 @@ class Strategy(Registered):
     `offloaded` parts are in host memory; "frozen" are the parameters of blocks that do not train, but for as many GiB of them
     as the option `resident_gib` in `options` says. With "activations" the device keeps those of a few blocks. With
     `keeps_gradients` the memory of gradients stays allocated between steps. Where they are offloaded, the device may have
-    `summed_bytes` per parameter of its part, in which they are added up from the first backward pass to the end of the step.
+    `summed_bytes` per parameter of its part, in which those of several ranks or backward passes are added up from the first
+    backward pass to the end of the step.
 
     A strategy that gathers holds `gathered` copies of its largest block in the forward pass, each of `gathered_bytes` per
     parameter, one in the backward pass, and `reduced_bytes` per parameter of a block whose gradients are being reduced. One

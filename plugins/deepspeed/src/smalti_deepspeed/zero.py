@@ -115,6 +115,8 @@ class Stages1And2:
     def __init__(self, engine: DeepSpeedEngine, zero: DeepSpeedZeroOptimizer) -> None:
         self._engine = engine
         self._zero = zero
+        if zero.cpu_offload and dist.get_world_size(zero.dp_process_group) == 1:
+            add_up_several_alone(zero)
 
     def flats(self) -> list[Tensor]:
         return list(self._zero.single_partition_of_fp32_groups)
@@ -276,6 +278,18 @@ def numbers_sent() -> Iterator[None]:
 
     with replaced(cast(Any, DeepSpeedEngine), "_broadcast_model", broadcast):
         yield
+
+
+def add_up_several_alone(zero: DeepSpeedZeroOptimizer) -> None:
+    """Have one rank with an offloaded optimizer keep no fp32 sum of the gradients on its device for a single backward pass.
+
+    That takes 4 bytes per parameter, and no gradient is another one without: it is copied to host memory, in fp32, bucket by
+    bucket.
+    """
+    sums = zero._use_compact_grad_partition_buffer
+    zero._use_compact_grad_partition_buffer = lambda group: (
+        sums(group) and not (zero.micro_step_id == 0 and zero.is_gradient_accumulation_boundary())
+    )
 
 
 def step_with_own_groups(engine: DeepSpeedEngine) -> None:

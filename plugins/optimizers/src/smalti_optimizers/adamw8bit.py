@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 
 from smalti.training import local_part
-from smalti_optimizers.steps import count_step, with_gradients
+from smalti_optimizers.steps import count_step, redistributed, sharded_like, with_gradients
 
 _BLOCK = range(256, 15, -1)
 """Lengths of a block, the best first."""
@@ -173,14 +173,13 @@ def _empty_scale(parameter: Tensor, blocks: int) -> Tensor:
     scale = torch.zeros(len(part), blocks, device=part.device)
     if not isinstance(parameter, DTensor):
         return scale
-    shape, mesh = torch.Size((len(parameter), blocks)), parameter.device_mesh
-    return DTensor.from_local(scale, mesh, parameter.placements, run_check=False, shape=shape, stride=(blocks, 1))
+    return sharded_like(parameter, scale, torch.Size((len(parameter), blocks)))
 
 
 def _sharded_like(scale: Tensor, parameter: Tensor) -> Tensor:
     """Scales sharded like their parameter: a checkpoint is read into a plain tensor, with those of all ranks."""
     if isinstance(parameter, DTensor) and not isinstance(scale, DTensor):
-        return distribute_tensor(scale, parameter.device_mesh, parameter.placements, src_data_rank=None)
+        return redistributed(scale, parameter)
     return scale
 
 

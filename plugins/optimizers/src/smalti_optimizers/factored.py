@@ -11,10 +11,10 @@ from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 
 from smalti.training import local_part
-from smalti_optimizers.steps import sum_together
+from smalti_optimizers.steps import redistributed, sharded_like, sum_together
 
 _EPS = 1e-30
 
@@ -129,11 +129,8 @@ def _kept(parameter: Tensor, state: dict[str, Tensor], name: str, shape: torch.S
         tensor = torch.zeros(shape, device=local_part(parameter).device) if tensor is None else tensor
         tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
     elif tensor is None:
-        part = torch.zeros(len(local_part(parameter)), *shape[1:], device=local_part(parameter).device)
-        stride = torch.empty(shape, device="meta").stride()
-        mesh = parameter.device_mesh
-        tensor = DTensor.from_local(part, mesh, parameter.placements, run_check=False, shape=shape, stride=stride)
+        tensor = sharded_like(parameter, torch.zeros(len(local_part(parameter)), *shape[1:]), shape)
     elif not isinstance(tensor, DTensor):
-        tensor = distribute_tensor(tensor, parameter.device_mesh, parameter.placements, src_data_rank=None)
+        tensor = redistributed(tensor, parameter)
     state[name] = tensor
     return local_part(tensor)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 
 def with_gradients(group: dict[str, object]) -> list[Tensor]:
@@ -37,6 +37,24 @@ def sum_over_shards(values: Tensor, parameter: Tensor) -> Tensor:
             if placement.is_shard():
                 dist.all_reduce(values, group=parameter.device_mesh.get_group(number))
     return values
+
+
+def sharded_like(parameter: DTensor, part: Tensor, shape: torch.Size) -> DTensor:
+    """A tensor of this shape, sharded like a parameter, of which a rank has `part`. It is where the rank's parameter is.
+
+    `DTensor.from_local` and `distribute_tensor` move their results to the devices of the mesh, and offloaded shards are in host
+    memory.
+    """
+    described = torch.empty(shape, device="meta")
+    mesh, placements, own = parameter.device_mesh, parameter.placements, part.to(parameter.to_local().device)
+    made = DTensor.from_local(own.to("meta"), mesh, placements, run_check=False, shape=shape, stride=described.stride())
+    return DTensor(own, made._spec, requires_grad=False)
+
+
+def redistributed(whole: Tensor, parameter: DTensor) -> DTensor:
+    """A plain tensor sharded like a parameter. Every rank has all of it, as a checkpoint is read."""
+    sharded = distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)
+    return sharded_like(parameter, sharded.to_local(), whole.shape)
 
 
 def own_ratio(group: Mapping[str, Any]) -> float:

@@ -195,11 +195,12 @@ def _exact(tensor: Tensor) -> Tensor:
 
 
 def _with_local(parameter: Tensor, part: Tensor) -> Tensor:
-    """This rank's part of a tensor that is spread like the parameter."""
+    """This rank's part of a tensor that is spread like the parameter. It stays where it is, which may be in host memory."""
     if not isinstance(parameter, DTensor):
         return part
-    mesh, placements = parameter.device_mesh, parameter.placements
-    return DTensor.from_local(part, mesh, placements, run_check=False, shape=parameter.shape, stride=parameter.stride())
+    mesh, placements, like = parameter.device_mesh, parameter.placements, part.to("meta")
+    made = DTensor.from_local(like, mesh, placements, run_check=False, shape=parameter.shape, stride=parameter.stride())
+    return DTensor(part, made._spec, requires_grad=False)
 
 
 def _sum_over_shards(value: Tensor, parameter: Tensor) -> Tensor:

@@ -81,8 +81,14 @@ class _Formula:
             gradients=on_device["gradients"] if self.strategy.keeps_gradients else 0,
             optimizer=on_device["state"],
             ema=self.ema if self.run.ema_on_device else 0,
+            gathered=self.gathered() if self.has_slots else 0,
             temporaries=self.buffers if self.strategy.keeps_buffers else 0,
         )
+
+    @property
+    def has_slots(self) -> bool:
+        """Whether gathered copies have their places on the device all the time: blocks are streamed there, and not gathered."""
+        return "frozen" in self.strategy.offloaded and not self.strategy.divided
 
     @property
     def buffers(self) -> int:
@@ -90,8 +96,15 @@ class _Formula:
 
     @property
     def summed(self) -> int:
-        """Bytes on the device in which gradients are added up that are kept in host memory."""
+        """Bytes on the device in which offloaded gradients of several ranks or backward passes are added up."""
+        if self.ranks == self.backward_passes == 1:
+            return 0
         return int(self.model.trained * self.strategy.summed_bytes / self.strategy.divided.get("gradients", 1))
+
+    @property
+    def backward_passes(self) -> int:
+        """Of a step."""
+        return self.candidate.accumulation * self.model.sample.turns
 
     def moments(self, resident: MemoryParts) -> dict[str, MemoryParts]:
         gradients = self.summed if "gradients" in self.strategy.offloaded else self.held["gradients"]
@@ -100,7 +113,7 @@ class _Formula:
             activations=self.kept(),
             gathered=self.gathered(),
             temporaries=resident.temporaries + self.copies(whole=True),
-            gradients=gradients if self.candidate.accumulation * self.model.sample.turns > 1 else resident.gradients,
+            gradients=gradients if self.backward_passes > 1 else resident.gradients,
         )
         end = replace(forward, activations=0, gradients=gradients, gathered=self.gathered(copies=1))
         end = replace(end, temporaries=self.buffers + self.copies(whole=False))
@@ -157,7 +170,7 @@ class _Formula:
         """Whole weights of blocks, by default of those in the forward pass; and of what is in no block, which stay."""
         if not self.strategy.gathered:
             return 0
-        count = self.strategy.gathered if copies is None else copies
+        count = self.strategy.gathered if copies is None or self.has_slots else copies
         blocks = [gathered_bytes(self.model, self.strategy, block) for block in self.model.sample.blocks]
         largest = max(blocks, default=self.strategy.gathered_bytes * self.largest)
         return int(count * largest + self.strategy.gathered_bytes * self.model.outside)
