@@ -1,6 +1,5 @@
-"""docs/architecture.md tells the way from the command to the optimizer, and where each hook is called, as they are."""
+"""docs/architecture.md tells the way from the command to the optimizer as it is."""
 
-import ast
 import json
 import re
 import subprocess
@@ -9,12 +8,9 @@ import sys
 import pytest
 from PIL import Image
 
-from smalti.hookspecs import HookSpecs
-
 MOST_FILES = 9
 ENTRY = "cli/entry.py"
 """Where every command begins."""
-CALLS = ("decide", "gather", "notify", "call_one", "ask_each", "notify_each", "lines_of_each", "_ask")
 WATCHED = """
 import json, sys, traceback
 from pathlib import Path
@@ -82,27 +78,3 @@ def test_a_run_of_one_process_goes_the_way_that_is_told(page, tmp_path):
     entered, stack = json.loads((tmp_path / "seen.json").read_text())
     assert list(map(tuple, entered)) == way
     assert set(stack) - {file for file, _ in way} <= {ENTRY}
-
-
-def callers(source: str) -> set[str]:
-    """The hooks that a module calls."""
-    return {
-        argument.attr
-        for call in ast.walk(ast.parse(source))
-        if isinstance(call, ast.Call) and getattr(call.func, "attr", getattr(call.func, "id", "")) in CALLS
-        for argument in call.args
-        if isinstance(argument, ast.Attribute) and isinstance(argument.value, ast.Name) and argument.value.id == "HookSpecs"
-    }
-
-
-def test_the_table_of_hooks_has_who_calls_each(root, page):
-    of_core = {path: callers(path.read_text()) for path in sorted((root / "core/src/smalti").rglob("*.py"))}
-    of_packages = {path: callers(path.read_text()) for path in sorted(root.glob("plugins/*/src/**/*.py"))}
-    expected = []
-    for name in (name for name, hook in vars(HookSpecs).items() if callable(hook) and not name.startswith("_")):
-        found = [str(path.relative_to(root / "core/src/smalti")) for path, called in of_core.items() if name in called]
-        found = found or [str(path).partition("/src/")[2] for path, called in of_packages.items() if name in called]
-        assert found
-        expected.append([f"`{name}`", ", ".join(f"`{file}`" for file in found)])
-    table = "\n".join(f"| {' | '.join(row)} |" for row in expected)
-    assert rows(page, "Hooks") == expected, f"the table as it should be:\n{table}"

@@ -12,7 +12,7 @@ from click.testing import CliRunner
 from smalti.hookspecs import PROJECT, HookSpecs
 from smalti.parallel.protocol import Parallel, TrainingState
 from smalti.plugins.registry import PluginInfo, Plugins
-from smalti_testing.hooks_page import examples, hooks_page, shipped_users
+from smalti_testing.hooks_page import callers, examples, hooks_page, shipped_users
 from smalti_testing.new_plugin import plugin
 from smalti_testing.protocols import documented
 
@@ -47,6 +47,10 @@ def test_the_command_prints_the_page_and_names_nothing_but_plugins_of_this_proje
 def test_the_page_has_every_hook_with_its_exact_arguments_in_the_order_of_the_catalogue(shipped):
     signatures = [f"{name}({', '.join(HOOKS[name].argnames)})" for name in vars(HookSpecs) if name in HOOKS]
     assert re.findall(r"^### `(.+)`$", hooks_page(shipped), flags=re.MULTILINE) == signatures
+
+
+def test_every_hook_is_called():
+    assert [name for name in HOOKS if not callers(name)] == []
 
 
 @pytest.mark.parametrize("name", HOOKS)

@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator
 from functools import cache
 from importlib.resources import files
+from pathlib import Path
 
 from smalti.config import PLUGINS
 from smalti.hookspecs import HookSpecs
@@ -17,10 +18,13 @@ _INTRODUCTION = """\
 # Every hook
 
 For authors of plugins: what each hook is for, when it is called, what it takes and returns, an example that is a complete
-plugin, and the plugins of this project that use it. When to use which, and the rules for all, are in [Hooks](../hooks.md).
+plugin, who calls it, and the plugins of this project that use it. When to use which, and the rules for all, are in
+[Hooks](../hooks.md).
 This page is generated from the source: `smalti plugin reference hooks > docs/reference/hooks.md`.
 """
 _SECTION = re.compile(r"^    # --- (.+?) -+$", re.MULTILINE)
+_CALLS = ("decide", "gather", "notify", "call_one", "ask_each", "notify_each", "lines_of_each", "_ask")
+"""The functions by which the core calls a hook, given as `HookSpecs.NAME`."""
 _EXAMPLE = re.compile(r"^### (\w+)\n\n(```python\n.*?^```)$", re.MULTILINE | re.DOTALL)
 
 
@@ -62,7 +66,29 @@ def _hook(hook: ast.FunctionDef, plugins: Plugins) -> Iterator[str]:
     takes = [f"`{each.arg}` {_typed(each.annotation)}" for each in arguments]
     yield " · ".join([f"*{kind}*", *takes, *([] if kind.startswith("notify") else [f"returns {_typed(hook.returns)}"])])
     yield from ("", f"{first[:1].upper()}{first[1:]}", *rest.splitlines(), "", examples()[hook.name], "")
+    yield f"Called in {', '.join(f'`{file}`' for file in callers(hook.name))}."
     yield from (f"Shipped users: {', '.join(shipped_users(hook.name, plugins))}.", "")
+
+
+def callers(hook: str) -> list[str]:
+    """The files that call a hook, below their packages: those of the core, or of packages where only they do."""
+    packages = {package.distribution.replace("-", "_") for package in PLUGINS.values()}
+    return _called_in("smalti").get(hook) or [file for name in sorted(packages) for file in _called_in(name).get(hook, [])]
+
+
+@cache
+def _called_in(package: str) -> dict[str, list[str]]:
+    """The files of a package that call hooks, by hook."""
+    base, found = Path(str(files(package))), dict[str, list[str]]()
+    for path in sorted(base.rglob("*.py")):
+        calls = [node for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))) if isinstance(node, ast.Call)]
+        for call in calls:
+            if getattr(call.func, "attr", getattr(call.func, "id", "")) in _CALLS:
+                for each in call.args:
+                    if isinstance(each, ast.Attribute) and ast.unparse(each.value) == HookSpecs.__name__:
+                        file = str(path.relative_to(base if package == "smalti" else base.parent))
+                        found.setdefault(each.attr, []).append(file)
+    return {hook: sorted(set(paths)) for hook, paths in found.items()}
 
 
 def shipped_users(hook: str, plugins: Plugins) -> list[str]:

@@ -10,12 +10,12 @@ from smalti import OptionGroup, Options, option
 class EngineOptions(Options):
     engine: Literal["local", "ray"] = option(
         "local",
-        help="Where `smalti cache encode` and `smalti dataset scan` work: `local` on this machine, or `ray` on a cluster.",
+        help="Where `smalti cache encode` and `smalti dataset scan` work: `local` on this node, or `ray` on a cluster.",
         level="advanced",
     )
     address: str | None = option(
         None,
-        help="The Ray cluster: HOST:PORT of its head. Default: the variable RAY_ADDRESS, or the cluster of this machine.",
+        help="The Ray cluster: HOST:PORT of its head. Default: the variable RAY_ADDRESS, or the cluster of this node.",
         level="advanced",
         when="engine == ray",
     )
