@@ -13,7 +13,7 @@ FUNCTION_LINES = 60
 SPECIAL = {"trainer.py": 200}
 CORE_LINES = 19_538
 """Lines of code of the core, which may only fall: lower the number with the code."""
-KERNEL_LINES = 4_284
+KERNEL_LINES = 4_276
 KERNEL = ("errors.py", "hookspecs.py", "types", "plugins", "config", "system")
 OPTIONS = 89
 """Options of the core, which may only become fewer: what is computed, or is a part of another value, needs none."""

@@ -165,11 +165,11 @@ class Events:
         """Answer a request that came within the last `since` seconds."""
         if request.kind == "stop":
             reason = _REASONS.get(str(request.details.get("reason")), StopReason.REQUESTED)
+            if reason is StopReason.REQUESTED is state.stop_reason:
+                state.stop_message = ""  # whatever a plugin has asked for: this is a stop and nothing else
             # It came since the last look; clocks of nodes may differ.
-            age = min(max(time.time() - request.sent, 0.0), since)
-            # Whatever a plugin has asked for: this is a stop and nothing else.
-            state.stop_message = "" if reason is StopReason.REQUESTED is state.stop_reason else state.stop_message
-            state.request_stop(reason, str(request.details.get("message", "")), since=time.monotonic() - age)
+            sent = time.monotonic() - min(max(time.time() - request.sent, 0.0), since)
+            state.request_stop(reason, str(request.details.get("message", "")), since=sent)
             writer.acknowledge(request, message=f"stopping after step {state.step}, with a checkpoint")
         elif request.kind == "save":
             state.request_save()
