@@ -48,7 +48,7 @@ def sharded_like(parameter: DTensor, part: Tensor, shape: torch.Size) -> DTensor
     described = torch.empty(shape, device="meta")
     mesh, placements, own = parameter.device_mesh, parameter.placements, part.to(parameter.to_local().device)
     made = DTensor.from_local(own.to("meta"), mesh, placements, run_check=False, shape=shape, stride=described.stride())
-    return DTensor(own, made._spec, requires_grad=False)
+    return DTensor(own, made._spec, requires_grad=False)  # type: ignore[no-untyped-call]
 
 
 def redistributed(whole: Tensor, parameter: DTensor) -> DTensor:
