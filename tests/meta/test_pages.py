@@ -38,10 +38,12 @@ _OF_JOBS = (
     "submit",
     "unusable",
 )
+_OF_RAY = ("restarts", "wait_seconds", "workers")
 _OF_THE_WEB_PAGE = ("host", "open", "port")
 _OF_OTHER_COMMANDS = (
     *_OF_SLURM,
     *_OF_JOBS,
+    *_OF_RAY,
     *_OF_THE_WEB_PAGE,
     "gpu",
     "gpus",
