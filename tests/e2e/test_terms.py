@@ -1,7 +1,8 @@
-"""Terms of the loss over ranks: what one process trains, whoever holds the images of a term."""
+"""Terms of the loss over ranks: what one process trains, whoever holds the images of a term; and exactly so after `kill -9`."""
 
 import json
 import shutil
+import time
 from functools import cache
 
 import pytest
@@ -131,3 +132,19 @@ def test_losses_and_adapters_are_those_of_one_process(ran, kind, way):
     assert max(float((tensors[name] - tensor).abs().max()) for name, tensor in expected.items()) < 2e-5
     for event in found.events("step")[1:]:  # a new adapter changes nothing
         assert all(event["parts"][name] > 0 for name in ADDED.get(kind, ())), "its image is in each step"
+
+
+@pytest.mark.parametrize("kind", some(KINDS, "images"))
+def test_a_killed_run_ends_bit_equal_to_one_that_was_not(ran, root, train, start, given, kind):
+    undisturbed, folder = ran(kind, "one"), root / f"{kind}-killed"
+    options = given(kind, "one") | {"checkpoint_step_interval": 1, "probe": True}
+    run = start(folder, variables={"PROBE_SPOIL": "sleep:0:2"}, **options)
+    while not (folder / "checkpoints/step-00000001/manifest.json").exists():
+        assert run.process.poll() is None, run.wait()
+        time.sleep(0.05)
+    run.kill()
+    resumed = train(folder, **given(kind, "one"))
+    assert (resumed.code, "at step 1" in resumed.output) == (0, True), resumed.output
+    expected, found = whole(undisturbed), whole(resumed)
+    assert [name for name, tensor in expected.items() if not torch.equal(tensor, found[name])] == []
+    assert resumed.losses[-2:] == undisturbed.losses[-2:]
