@@ -93,6 +93,10 @@ class Raylets:
         reason = ["--reason", "DRAIN_NODE_REASON_PREEMPTION", "--reason-message", "spot", "--deadline-remaining-seconds", "600"]
         subprocess.run([str(Path(sys.executable).with_name(command[0])), *command[1:], *reason], check=True, env=environment())
 
+    def node_of(self, process: psutil.Process) -> int:
+        """The node on which a worker of Ray runs."""
+        return [raylet for _, raylet in self.nodes].index(_raylet_of(process))
+
     def worker(self) -> tuple[int, psutil.Process]:
         """A node on which a function of an actor runs, with the process of it."""
         for number, (_, raylet) in enumerate(self.nodes):

@@ -125,8 +125,8 @@ def test_the_file_that_workers_look_for_leaves_a_run_as_it_is(tmp_path):
 
 
 def test_each_worker_is_a_node_of_the_group(tmp_path):
-    from smalti_ray.launch.cluster import Needs
     from smalti_ray.launch.driver import Run
+    from smalti_ray.launch.placement import Needs
     from smalti_ray.launch.worker import Facts
 
     run = Run(words=("a.toml",), processes=8, folder="/", directory=RunDirectory(tmp_path), files={}, restarts=3)

@@ -8,7 +8,8 @@ import pytest
 from smalti.config import resolve
 from smalti.errors import UserError
 from smalti.plugins import Selection, load_plugins, schema_of
-from smalti_ray.data import cluster
+from smalti_ray.cluster import check_versions, versions
+from smalti_ray.data.pool import check_encoders
 from smalti_ray.data.worker import Failure, Job, Opened, Worker
 from support.commands import commands
 
@@ -21,7 +22,11 @@ def pets(tmp_path):
 
 @pytest.mark.parametrize(
     ("address", "message"),
-    [("closed", "no Ray cluster answers at"), ("ray://head:10001", "Ray's client"), ("head", "not an address")],
+    [
+        ("closed", "there is no Ray cluster at"),
+        ("ray://head:10001", "that of a client"),
+        ("head", "is not that of a Ray cluster"),
+    ],
 )
 def test_an_address_without_a_cluster_is_refused(tmp_path, pets, capsys, monkeypatch, address, message):
     monkeypatch.setenv("SMALTI_PLUGINS", "ray,data,cache")
@@ -42,10 +47,9 @@ def test_a_scan_needs_a_folder_that_all_nodes_see(pets, capsys, monkeypatch):
 
 
 def test_a_node_with_other_versions_is_refused():
-    mine = {"node": "10.0.0.7", **cluster.versions()}
-    cluster.check_versions(mine)
-    with pytest.raises(UserError, match=r"node 10\.0\.0\.7 .*other versions.*torch 1\.0 rather than"):
-        cluster.check_versions({**mine, "torch": "1.0"})
+    check_versions("node 10.0.0.7", versions())
+    with pytest.raises(UserError, match=r"node 10\.0\.0\.7 has torch 1\.0, not"):
+        check_versions("node 10.0.0.7", {**versions(), "torch": "1.0"})
 
 
 @pytest.fixture
@@ -82,6 +86,6 @@ def test_a_worker_names_what_its_node_lacks(job, changed, message):
 
 
 def test_a_node_with_another_model_is_refused():
-    cluster.check_encoders("10.0.0.7", {"latents": "1"}, {"latents": "1"})
+    check_encoders("10.0.0.7", {"latents": "1"}, {"latents": "1"})
     with pytest.raises(UserError, match=r"node 10\.0\.0\.7 encodes latents with other weights"):
-        cluster.check_encoders("10.0.0.7", {"latents": "2"}, {"latents": "1"})
+        check_encoders("10.0.0.7", {"latents": "2"}, {"latents": "1"})

@@ -19,14 +19,14 @@ from support.nodes.runs import TINY
 from support.raylets import Raylets, environment
 from support.whole import WHOLE, some
 
-LAST = 300
+LAST = 300 if WHOLE else 60
 long = pytest.mark.skipif(not WHOLE, reason="minutes on a real cluster: make test-ray")
 LOSSES = ("nothing", "worker", "raylet", "driver", "drained node")
 
 
 def words(folder: Path, name: str, **options: object) -> list[str]:
     data = {"instance_data_dir": images_in(folder / "images", 12, (24, 24)), "output_dir": folder / name}
-    values = {**TINY, **data, "max_train_steps": LAST, "checkpoint_step_interval": 4, **options}
+    values = {**TINY, **data, "max_train_steps": LAST, "checkpoint_step_interval": 20, **options}
     return [f"--{option}={value}" for option, value in values.items()]
 
 
@@ -128,7 +128,7 @@ def test_two_workers_train_what_two_local_ranks_train_whatever_is_lost_on_the_wa
         raylets.add()  # one more, on which the run goes on
     launch = launched("--workers=2")
     if lost != "nothing":
-        launch.wait_for_step(12)
+        launch.wait_for_step(24)
         lose(lost, raylets, launch)
     assert launch.code() == 0, launch.output
     assert ("all workers start again" in launch.output) == (lost in ("worker", "raylet", "drained node")), launch.output
@@ -142,7 +142,7 @@ def test_two_workers_train_what_two_local_ranks_train_whatever_is_lost_on_the_wa
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("number", [1, 2])
 def test_a_signal_to_the_driver_saves_and_stops(launched, number):
-    launch = launched(f"--workers={number}", max_train_steps=100_000)
+    launch = launched(f"--workers={number}", max_train_steps=100_000, checkpoint_step_interval=0)
     launch.wait_for_step(2)
     launch.process.send_signal(signal.SIGTERM)
     assert launch.code() == 6, launch.output

@@ -1,7 +1,7 @@
 """A third-party plugin for tests: a storage and a family that stand still in a phase of a run for as long as the test wants.
 
-GATE names a file that holds the name of a phase. Who comes there in it makes the file GATE.reached, and waits until the first
-one is gone.
+GATE names a file that holds the name of a phase. Who comes there in it makes the file GATE.reached, with the
+number of its process, and waits until the first one is gone.
 """
 
 import os
@@ -16,7 +16,9 @@ from smalti_testing import TinyFamily
 def wait_at(phase):
     gate = Path(os.environ.get("GATE", "/dev/null"))
     if gate.is_file() and gate.read_text() == phase:
-        gate.with_suffix(".reached").touch()
+        reached = gate.with_suffix(".reached")
+        reached.with_suffix(f".{os.getpid()}").write_text(f"{os.getpid()}")
+        reached.with_suffix(f".{os.getpid()}").rename(reached)
         while gate.exists():
             time.sleep(0.02)
 

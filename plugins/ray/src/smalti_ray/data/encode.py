@@ -19,7 +19,7 @@ from smalti_cache.options import CacheOptions
 from smalti_cache.pending import ProgressLine
 from smalti_cache.places import cache_folders
 from smalti_data.all_ranks.wanted import ranks_scan
-from smalti_ray.data.cluster import connected
+from smalti_ray.cluster import connected
 from smalti_ray.data.job import say, workers_for
 from smalti_ray.data.options import EngineOptions
 from smalti_ray.data.scan import scan_on_cluster

@@ -6,6 +6,8 @@ from typing import Literal
 
 from smalti import OptionGroup, Options, option
 
+ADDRESS_HELP = "The Ray cluster: HOST:PORT of its head. Default: the variable RAY_ADDRESS, or the cluster of this node."
+
 
 class EngineOptions(Options):
     engine: Literal["local", "ray"] = option(
@@ -15,7 +17,7 @@ class EngineOptions(Options):
     )
     address: str | None = option(
         None,
-        help="The Ray cluster: HOST:PORT of its head. Default: the variable RAY_ADDRESS, or the cluster of this node.",
+        help=ADDRESS_HELP,
         level="advanced",
         when="engine == ray",
     )

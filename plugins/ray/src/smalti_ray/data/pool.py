@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from smalti import UserError
-from smalti_ray.data.cluster import check_encoders, check_versions, resources
+from smalti_ray.cluster import check_versions, what_it_has
 from smalti_ray.data.options import EngineOptions
 from smalti_ray.data.worker import Failure, Job, Opened, Worker
 
@@ -175,7 +175,7 @@ class Workers:
             self._costs.pop("", None)
         elif not actor.opened:
             actor.node = answer["node"]
-            check_versions(answer)
+            check_versions(f"node {actor.node}", answer)
             actor.call = actor.handle.open.remote(self.job)
         else:
             task, actor.task, actor.progress = actor.task, None, 0
@@ -226,7 +226,16 @@ class Workers:
         limit = self.options.engine_wait
         if limit and now - self._waited > limit:
             fix = "wait for it, add nodes, or reserve less: --engine_cpus, --engine_gpus, --use_cpu; --engine_wait waits longer"
-            raise UserError(f"the cluster had no room for a worker with {text} in {limit:g} s ({resources(wanted)})", fix=fix)
+            raise UserError(f"the cluster had no room for a worker with {text} in {limit:g} s ({what_it_has()})", fix=fix)
         if now - self._noticed > _NOTICE_SECONDS:
             self._noticed = now
-            self.say(f"waiting for a node with room for a worker: {text} ({resources(wanted)})")
+            self.say(f"waiting for a node with room for a worker: {text} ({what_it_has()})")
+
+
+def check_encoders(node: str, theirs: Mapping[str, str], first: Mapping[str, str]) -> None:
+    """Raises UserError if a node would encode into other stores than the first one: `first` and `theirs` identify encoders."""
+    if different := [kind for kind, encoder in theirs.items() if first[kind] != encoder]:
+        raise UserError(
+            f"node {node} encodes {' and '.join(different)} with other weights or settings than the first one",
+            fix="use the same model on every node",
+        )

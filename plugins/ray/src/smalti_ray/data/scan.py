@@ -18,7 +18,7 @@ from smalti.plugins import Plugins
 from smalti.system import preemption_as_exception
 from smalti_data.all_ranks.scan import build_shared
 from smalti_data.all_ranks.tasks import Handed, Task
-from smalti_ray.data.cluster import connected
+from smalti_ray.cluster import connected
 from smalti_ray.data.job import workers_for
 from smalti_ray.data.options import EngineOptions
 

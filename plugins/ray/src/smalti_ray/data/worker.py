@@ -13,7 +13,7 @@ from smalti import Config, ExitCode, PreflightError, UserError
 from smalti.config import restore
 from smalti.plugins import Plugins, Selection, find_family, load_plugins, schema_of
 from smalti.rundir import Phases
-from smalti_ray.data.cluster import versions
+from smalti_ray.cluster import versions
 
 if TYPE_CHECKING:
     from smalti.data import PreparedData

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shlex
 import sys
@@ -18,6 +17,7 @@ from smalti.plugins import check
 from smalti.rundir import RunDirectory
 from smalti_cluster.jobs.job import job_name
 from smalti_cluster.options import ClusterOptions
+from smalti_ray.data.options import ADDRESS_HELP
 from smalti_ray.launch.manifest import ManifestOptions, manifest
 
 _OF_WORKERS = ("nodes", "num_machines", "machine_rank", "main_process_ip", "main_process_port", "num_processes")
@@ -37,7 +37,7 @@ _WORKERS = re.compile(r"([1-9]\d*)(?::([1-9]\d*))?")
 )
 @click.argument("arguments", metavar="[CONFIG] [--OPTION=VALUE]...", nargs=-1, type=click.UNPROCESSED)
 @click.option("--workers", required=True, help="Number of workers, or MIN:MAX: the run continues on MIN workers or more.")
-@click.option("--address", help="Address of the cluster. Default: RAY_ADDRESS, else the cluster of this node.")
+@click.option("--address", help=ADDRESS_HELP)
 @click.option("--gpus_per_worker", type=click.IntRange(min=1), help="GPUs of each worker, one rank for each. Default: 1.")
 @click.option("--cpus_per_worker", type=click.IntRange(min=1), default=1, show_default=True, help="Cores of each worker.")
 @click.option(
@@ -90,11 +90,11 @@ def ray(
         )
         click.echo(manifest(name, options, line.file, _words()) if image or claim else job_command(_words()))
         return
-    from smalti_ray.launch.cluster import Needs, connect
+    from smalti_ray.cluster import connected
     from smalti_ray.launch.driver import Run, drive
+    from smalti_ray.launch.placement import Needs
 
     needs = Needs(name=name, least=least, most=most, gpus=gpus, cpus=cpus_per_worker, seconds=wait_seconds)
-    connect(address or os.environ.get("RAY_ADDRESS") or "auto")
     directory = directory.absolute()
     run = Run(
         words=words,
@@ -104,7 +104,8 @@ def ray(
         files={} if line.file is None else {str(line.file.absolute()): line.file.read_text("utf-8", "surrogateescape")},
         restarts=restarts,
     )
-    code, message = drive(needs, run)
+    with connected(address, log_to_driver=True):
+        code, message = drive(needs, run)
     click.echo(f"smalti: {'done' if code is ExitCode.DONE else f'ended with exit code {int(code)}'}: {message}", err=True)
     context.exit(int(code))
 

@@ -25,9 +25,10 @@ from smalti import ExitCode, UserError
 from smalti.launch import LaunchResult, received_signals
 from smalti.rundir import STALE_SECONDS, RunDirectory
 from smalti_cluster.nodes.nodes import EXPECTED_VARIABLE, running_group
-from smalti_ray.launch.cluster import POLL_SECONDS, Needs, Placement, draining, numbers
+from smalti_ray.cluster import check_versions
+from smalti_ray.launch.placement import POLL_SECONDS, Needs, Placement, draining, numbers
 from smalti_ray.launch.report import Report
-from smalti_ray.launch.worker import Facts, versions
+from smalti_ray.launch.worker import Facts
 
 _AGAIN = (ExitCode.PREEMPTED, ExitCode.KILLED, ExitCode.GPU_FAULT)
 """The exit codes after which the run is started again, on other nodes where some are lost or faulty."""
@@ -211,13 +212,8 @@ class Launch:
 
     def _check(self, number: int) -> None:
         """Raises UserError if a worker has other versions, or does not see the files of the run."""
-        facts, here = self._facts[number], versions()
-        differing = [
-            f"{name} {facts.versions.get(name)}, not {own}" for name, own in here.items() if facts.versions.get(name) != own
-        ]
-        if differing:
-            where = f"worker {number} ({facts.host})"
-            raise UserError(f"{where} has {'; '.join(differing)}", fix="install the same versions on all nodes of the cluster")
+        facts = self._facts[number]
+        check_versions(f"worker {number} ({facts.host})", facts.versions)
         folder = str(self.run.directory.path)
         asked = self.placement.workers[number].missing.remote(self.run.files, folder, self.run.folder)
         if missing := ray.get(asked, timeout=_CREATE_SECONDS):

@@ -7,19 +7,18 @@ processes that any other launcher starts (`smalti_ray.launch.process`).
 from __future__ import annotations
 
 import os
-import platform
 import secrets
 import socket
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
 
 import ray
 
 from smalti import ExitCode
+from smalti_ray.cluster import versions
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,12 +30,6 @@ class Facts:
     address: str
     port: int
     versions: Mapping[str, str]
-
-
-def versions() -> dict[str, str]:
-    """What has to be equal on all workers and the driver."""
-    found = {name: version(name) for name in ("ray", "smalti", "smalti-cluster", "smalti-ray", "torch")}
-    return {"Python": platform.python_version().rpartition(".")[0], **found}
 
 
 class Worker:

@@ -1,9 +1,7 @@
-"""Ray's cluster as a launch sees it: what it has, which nodes are to be avoided, and where workers are placed."""
+"""Where the workers of a launch are placed, and which nodes are avoided for them."""
 
 from __future__ import annotations
 
-import logging
-import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,12 +15,12 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from smalti import UserError
 from smalti_cluster.jobs.nodes_of_job import nodes_with_faults
+from smalti_ray.cluster import nodes, what_it_has
 from smalti_ray.launch.worker import Worker
 
 _NODE_LABEL = "ray.io/node-id"
 _SAY_SECONDS = 30.0
 """How often the wait for resources is told."""
-_REACH_SECONDS = 10.0
 POLL_SECONDS = 0.5
 
 
@@ -47,41 +45,6 @@ class Needs:
         return f"{count} worker{'' if count == 1 else 's'} of {each}"
 
 
-def connect(address: str) -> None:
-    """Connect this process to the cluster. Raises UserError if there is none, or one of another version."""
-    if address.startswith("ray://"):
-        message = f"--address={address} is that of a client, which would end with its connection"
-        raise UserError(message, fix="start the launch on a node of the cluster: add --dry-run for the command of Ray Jobs")
-    try:
-        _reach(address)
-        ray.init(address=address, logging_level=logging.WARNING, log_to_driver=True, namespace="smalti")
-    except OSError as error:
-        fix = "ray start --head on one machine, and --address=ITS_ADDRESS:6379; or --address=local to start one here"
-        raise UserError(f"there is no Ray cluster at --address={address}: {_line(error)}", fix=fix) from error
-    except (RuntimeError, ValueError) as error:
-        fix = "use the same Ray and Python on the cluster and here"
-        raise UserError(f"the Ray cluster at --address={address} cannot be used: {_line(error)}", fix=fix) from error
-
-
-def _reach(address: str) -> None:
-    """Raises OSError if nothing listens there: Ray itself would try again without end."""
-    host, _, port = address.rpartition(":")
-    if port.isdigit() and "/" not in host:
-        socket.create_connection((host, int(port)), timeout=_REACH_SECONDS).close()
-
-
-def _line(error: Exception) -> str:
-    return " ".join(str(error).split())[:300]
-
-
-def what_it_has() -> str:
-    """The resources of the cluster, and how much of them is free."""
-    total, free = ray.cluster_resources(), ray.available_resources()  # type: ignore[no-untyped-call]
-    nodes = len([each for each in _nodes() if each["Alive"]])
-    parts = [f"{total.get(name, 0):g} {name} ({free.get(name, 0):g} free)" for name in ("CPU", "GPU")]
-    return f"the cluster has {' and '.join(parts)} on {nodes} node{'' if nodes == 1 else 's'}"
-
-
 def draining() -> set[str]:
     """The ids of the nodes that Ray is about to take away, as for a preemption."""
     from ray._private.state import state  # the one place where Ray says it to Python
@@ -92,11 +55,7 @@ def draining() -> set[str]:
 def nodes_to_avoid(directory: Path) -> dict[str, str]:
     """The ids and hosts of Ray's nodes on which an accelerator has failed in this run, or that its group has excluded."""
     faulty = nodes_with_faults(directory)
-    return {each["NodeID"]: each["NodeManagerHostname"] for each in _nodes() if _host(each) in faulty}
-
-
-def _nodes() -> list[dict[str, Any]]:
-    return list(ray.nodes())  # type: ignore[no-untyped-call]
+    return {each["NodeID"]: each["NodeManagerHostname"] for each in nodes() if _host(each) in faulty}
 
 
 def _host(node: Mapping[str, Any]) -> str:
