@@ -41,7 +41,7 @@ quick: $(VENV)/dev.done
 	$(TEST_ENV) PYTHONPATH=tests $(BIN)/python tests/quick.py
 
 # Of many cases for one promise, those that take each way through the code once; test-whole runs all (tests/support/whole.py).
-test-whole: export SMALTI_TEST := whole
+test-whole: export TEST_CASES := whole
 test test-whole: $(VENV)/dev.done $(VENV)/compiled.done
 	$(TEST_ENV) $(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder --maxfail=10 --durations=20 $(ARGS)
 
@@ -50,7 +50,7 @@ CUDA_TORCH ?= 2.13.0 2.15.0
 test-cuda-wheel: $(CUDA_TORCH:%=test-cuda-wheel-%)
 
 test-cuda-wheel-%: .venv-cuda/%/done
-	SMALTI_TEST=whole $(subst /$(VENV)/,/.venv-cuda/$*/,$(TEST_ENV)) .venv-cuda/$*/bin/python -m pytest -n 2 --dist loadfile --durations=20 \
+	TEST_CASES=whole $(subst /$(VENV)/,/.venv-cuda/$*/,$(TEST_ENV)) .venv-cuda/$*/bin/python -m pytest -n 2 --dist loadfile --durations=20 \
 		tests/accelerators plugins/plan/tests --ignore=plugins/plan/tests/planning $(ARGS)
 
 # A local version such as 2.13.0+cpu does not equal 2.13.0 with three signs.
@@ -65,11 +65,11 @@ check: lint
 
 # Every check of `make gpu-day`, on CPUs, with the fault that is planted for it; and the hour on a cluster, where there is SLURM.
 test-gpu-day: $(VENV)/dev.done $(VENV)/compiled.done
-	SMALTI_TEST=whole $(TEST_ENV) $(BIN)/python -m pytest tests/bench/test_gpu_day.py tests/bench/test_cluster_day.py $(ARGS)
+	TEST_CASES=whole $(TEST_ENV) $(BIN)/python -m pytest tests/bench/test_gpu_day.py tests/bench/test_cluster_day.py $(ARGS)
 
 # Losses of workers, nodes and drivers on a real Ray cluster; `make test` has the shortest of them.
 test-ray: $(VENV)/dev.done
-	SMALTI_TEST=whole $(TEST_ENV) $(BIN)/python -m pytest plugins/ray/tests $(ARGS)
+	TEST_CASES=whole $(TEST_ENV) $(BIN)/python -m pytest plugins/ray/tests $(ARGS)
 
 # What of the checks is no test: `make test` runs those of tests/meta too.
 lint: $(VENV)/dev.done

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from support.whole import some
+from smalti.config.files import PREFIX
+from support.whole import VARIABLE, some
 
 LOOKING = {
     "tests/support/whole.py",
@@ -41,7 +42,7 @@ def test_no_file_leaves_out_more_than_cases(root):
     found = set()
     for path in paths(root):
         text = path.read_text(encoding="utf-8")
-        if "whole import WHOLE" in text or "SMALTI_TEST" in text:
+        if "whole import WHOLE" in text or VARIABLE in text:
             found.add(str(path.relative_to(root)))
     assert found == LOOKING
 
@@ -68,12 +69,16 @@ def test_a_test_that_is_left_out_names_one_that_is_not(root):
         assert tests[file][name] is None, f"{keeper} is left out itself"
 
 
+def test_a_run_that_a_test_starts_does_not_take_the_variable_for_an_option():
+    assert not VARIABLE.startswith(PREFIX)
+
+
 def test_make_test_whole_runs_all_cases_and_make_test_those_that_are_kept(root, tmp_path):
     python = tmp_path / "python"
-    python.write_text('#!/bin/sh\necho "SMALTI_TEST=$SMALTI_TEST"\n')
+    python.write_text('#!/bin/sh\necho "TEST_CASES=$TEST_CASES"\n')
     python.chmod(0o755)
     done = ("-o", ".venv/dev.done", "-o", ".venv/compiled.done")
-    variables = {name: value for name, value in os.environ.items() if name != "SMALTI_TEST"}
-    for target, said in (("test", "SMALTI_TEST="), ("test-whole", "SMALTI_TEST=whole")):
+    variables = {name: value for name, value in os.environ.items() if name != VARIABLE}
+    for target, said in (("test", "TEST_CASES="), ("test-whole", "TEST_CASES=whole")):
         command = ["make", "--silent", "--no-print-directory", "-C", root, f"BIN={tmp_path}", *done, target]
         assert subprocess.run(command, env=variables, check=True, capture_output=True, text=True).stdout == f"{said}\n"

@@ -1,4 +1,4 @@
-"""Which cases of a test `make test` runs. With SMALTI_TEST=whole, as `make test-whole` sets it, all of them run.
+"""Which cases of a test `make test` runs. With TEST_CASES=whole, as `make test-whole` sets it, all of them run.
 
 A test with many cases for one promise names those that take each way through the code once:
 
@@ -15,7 +15,9 @@ from typing import TypeVar
 
 import pytest
 
-WHOLE = os.environ.get("SMALTI_TEST") == "whole"
+VARIABLE = "TEST_CASES"
+"""Not with the prefix of variables that are options: a run that a test starts with this environment would refuse it."""
+WHOLE = os.environ.get(VARIABLE) == "whole"
 """For what no test with cases can say; see tests/meta/test_whole.py."""
 Case = TypeVar("Case")
 

@@ -11,8 +11,8 @@ from smalti_plan.choices import choices, estimate, micro_batches
 from support.planned import H100, MODEL, MODES, RUN, WHOLE, sharded
 
 
-def counted(strategy, recompute="none", micro=1, ranks=8, run=RUN):
-    return estimate(MODEL, run, strategy, recompute, micro, H100, World(size=ranks, local_size=8, device="cuda:0"))
+def counted(strategy, recompute="none", micro=1, ranks=8, run=RUN, model=MODEL):
+    return estimate(model, run, strategy, recompute, micro, H100, World(size=ranks, local_size=8, device="cuda:0"))
 
 
 def test_what_stays_between_steps_is_exact():
@@ -84,6 +84,20 @@ def test_gradients_count_between_steps_where_their_memory_is_kept():
     kept, freed = (counted(replace(WHOLE, keeps_gradients=kept), run=once).counted for kept in (True, False))
     assert kept.resident.total - freed.resident.total == 4 * MODEL.trained
     assert kept.phases["forward"].device.total - freed.phases["forward"].device.total == 4 * MODEL.trained
+
+
+def test_terms_keep_what_their_backward_passes_need_and_turns_add_up_gradients():
+    """Forward passes that have no backward pass keep nothing; a second turn needs the gradients of the first."""
+    once, freed = replace(RUN, effective_batch=8), replace(WHOLE, keeps_gradients=False)
+
+    def forward(mode="none", **terms):
+        model = replace(MODEL, sample=replace(MODEL.sample, **terms))
+        return counted(freed, mode, run=once, model=model).counted.phases["forward"].device
+
+    for mode in MODES:
+        assert forward(mode, trained_passes=3).activations == 3 * forward(mode).activations > 0
+    assert forward(other_passes=2) == forward()
+    assert forward(turns=2) == replace(forward(), gradients=4 * MODEL.trained)
 
 
 def test_ema_counts_where_it_is_kept():
