@@ -11,6 +11,7 @@ import torch
 from PIL import Image, ImageDraw, ImageOps
 
 from smalti.checkpoint.format.safetensors_reader import TensorFiles
+from support.commands import commands
 from support.whole import some
 
 STEPS = 3
@@ -148,3 +149,45 @@ def test_a_killed_run_ends_bit_equal_to_one_that_was_not(ran, root, train, start
     expected, found = whole(undisturbed), whole(resumed)
     assert [name for name, tensor in expected.items() if not torch.equal(tensor, found[name])] == []
     assert resumed.losses[-2:] == undisturbed.losses[-2:]
+
+
+def test_an_exported_slider_moves_predictions_one_way_and_the_other(ran, root, capsys, tmp_path):
+    """In diffusers, in fp64, by what was trained."""
+    from diffusers import SD3Transformer2DModel, StableDiffusion3Pipeline
+
+    run = ran("prompts", "one")
+    code, _, error = commands(capsys, "checkpoint", "export")(run.directory, "--to", tmp_path / "slider")
+    assert code == 0, error
+    pipeline = StableDiffusion3Pipeline.from_pretrained(root / "base", dtype=torch.float64)
+    pipeline.load_lora_weights(tmp_path / "slider", adapter_name="slider")
+    plain = SD3Transformer2DModel.from_pretrained(root / "base" / "transformer", dtype=torch.float64)
+    matrices, random = run.tensors(STEPS, "model"), torch.Generator().manual_seed(1)
+    sizes = plain.config
+    shapes = (1, sizes.in_channels, 4, 4), (1, 5, sizes.joint_attention_dim), (1, sizes.pooled_projection_dim)
+    inputs = [torch.randn(shape, generator=random, dtype=torch.float64) for shape in shapes]
+
+    @torch.no_grad()
+    def predicted(model):
+        noisy, texts, pooled = inputs
+        given = {"encoder_hidden_states": texts, "pooled_projections": pooled, "timestep": torch.tensor([400.0]).double()}
+        return model(hidden_states=noisy, **given).sample
+
+    base, moved = predicted(plain), []
+    for strength in (1.0, -1.0):
+        with torch.no_grad():
+            changes = {
+                name.removesuffix(".lora_A.default.weight"): matrices[name.replace("lora_A", "lora_B")].double() @ down.double()
+                for name, down in matrices.items()
+                if ".lora_A." in name
+            }
+            for layer, change in changes.items():
+                plain.get_submodule(layer).weight += strength * change
+            expected = predicted(plain)
+            for layer, change in changes.items():
+                plain.get_submodule(layer).weight -= strength * change
+        pipeline.set_adapters("slider", strength)
+        moved.append(predicted(pipeline.transformer) - base)
+        torch.testing.assert_close(base + moved[-1], expected, rtol=0, atol=1e-9)
+    up, down = moved
+    assert float(up.norm()) > 1e-4 * float(base.norm())
+    assert float((up * down).sum() / up.norm() / down.norm()) < -0.9
