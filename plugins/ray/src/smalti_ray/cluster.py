@@ -41,7 +41,7 @@ def connected(address: str | None, *, log_to_driver: bool = False) -> Iterator[N
     try:
         yield
     finally:
-        ray.shutdown()  # type: ignore[no-untyped-call]
+        ray.shutdown()
 
 
 def _reach(address: str) -> None:

@@ -79,7 +79,7 @@ def _answering(method: Callable[Concatenate[Worker, P], R]) -> Callable[Concaten
     """A method that answers with a UserError as a `Failure`, and with None once the worker was stopped."""
 
     @wraps(method)
-    def answer(self: Worker, *args: P.args, **kwargs: P.kwargs) -> R | Failure | None:
+    def answer(self: Worker, /, *args: P.args, **kwargs: P.kwargs) -> R | Failure | None:
         try:
             return method(self, *args, **kwargs)
         except KeyboardInterrupt:
