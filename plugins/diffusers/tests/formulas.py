@@ -145,7 +145,8 @@ def sdxl(c, h, w, m):
 
     total = convolution(h * w, c.in_channels, widths[0]) + convolution(h * w, widths[0], c.out_channels)
     total += linear(1, widths[0], time) + linear(1, time, time)
-    total += linear(1, c.projection_class_embeddings_input_dim, time) + linear(1, time, time)
+    if c.addition_embed_type:
+        total += linear(1, c.projection_class_embeddings_input_dim, time) + linear(1, time, time)
     given, kept = widths[0], [widths[0]]
     for number, stage in enumerate(stages):
         for _ in range(c.layers_per_block):
@@ -164,6 +165,9 @@ def sdxl(c, h, w, m):
         if number:
             total += convolution(stages[number - 1].area, given, given)
     return total
+
+
+sd1x = sd2x = sdxl
 
 
 def depths_of(c):

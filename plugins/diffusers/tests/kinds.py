@@ -21,7 +21,12 @@ MAKERS = {
     "z image": ("z_image", tiny.z_image, {}),
 }
 # Whose model is no transformer too.
-EVERY = MAKERS | {"sdxl": ("sdxl", tiny.sdxl, {}), "sdxl encoded": ("sdxl", tiny.sdxl, {"force_zeros": False})}
+EVERY = MAKERS | {
+    "sd1x": ("sd1x", tiny.sd1x, {}),
+    "sd2x": ("sd2x", tiny.sd2x, {}),
+    "sdxl": ("sdxl", tiny.sdxl, {}),
+    "sdxl encoded": ("sdxl", tiny.sdxl, {"force_zeros": False}),
+}
 PROMPTS = ["A red fox in the snow", "two boats"]
 EMPTY = [""] * len(PROMPTS)
 SIZE = (96, 64)

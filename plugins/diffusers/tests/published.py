@@ -12,8 +12,11 @@ def published(family, flavour=None, part="transformer"):
     return json.loads((folder / part / "config.json").read_text()), folder
 
 
+UNETS = ("sd1x", "sd2x", "sdxl")
+
+
 def _model(family):
-    config, _ = published(family, part="unet" if family == "sdxl" else "transformer")
+    config, _ = published(family, part="unet" if family in UNETS else "transformer")
     name = config["_class_name"]
     return MADE.get(name, name), config
 

@@ -11,6 +11,7 @@ from smalti_diffusers.sources.single_file import file_tensors
 
 UNET = "model.diffusion_model."
 ENCODERS = {
+    ("sd1x", "text_encoder"): ("cond_stage_model.transformer.", {}),
     ("sdxl", "text_encoder"): ("conditioner.embedders.0.transformer.", {}),
     ("sdxl", "text_encoder_2"): ("conditioner.embedders.1.model.", OPEN_CLIP),
     ("sd3", "text_encoder"): ("text_encoders.clip_l.transformer.", {}),

@@ -23,11 +23,18 @@ from support.whole import some
 LOADED_BY_DIFFUSERS = [
     *((name, "diffusers") for name in FAMILIES if TOOLS[name].diffusers),
     *((name, "comfyui") for name in FAMILIES if TOOLS[name].diffusers and TOOLS[name].comfyui == "diffusers"),
-    *((name, "kohya") for name in ("sdxl", "flux2", "qwen_image", "z_image")),
-    ("sdxl", "comfyui"),
+    *((name, "kohya") for name in ("sd1x", "sd2x", "sdxl", "flux2", "qwen_image", "z_image")),
+    *((name, "comfyui") for name in ("sd1x", "sd2x", "sdxl")),
 ]
 LOADED = [
-    *(("flux", "diffusers"), ("sana", "diffusers"), ("flux", "comfyui"), ("flux2", "kohya"), ("qwen_image", "kohya")),
+    *(
+        ("flux", "diffusers"),
+        ("sana", "diffusers"),
+        ("flux", "comfyui"),
+        ("flux2", "kohya"),
+        ("qwen_image", "kohya"),
+        ("sd1x", "kohya"),
+    ),
     *(("sdxl", format) for format in ("diffusers", "kohya", "comfyui")),
 ]
 

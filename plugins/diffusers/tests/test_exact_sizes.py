@@ -17,8 +17,11 @@ from smalti_diffusers.families.lumina2 import Lumina2
 from smalti_diffusers.families.pixart import PixArt
 from smalti_diffusers.families.qwen_image import QwenImage
 from smalti_diffusers.families.sana import Sana
+from smalti_diffusers.families.sd1x import StableDiffusion1
+from smalti_diffusers.families.sd2x import StableDiffusion2
 from smalti_diffusers.families.sd3 import StableDiffusion3
 from smalti_diffusers.families.sdxl import Sdxl
+from smalti_diffusers.families.unet import UNetFamily
 from smalti_diffusers.families.z_image import ZImage
 from smalti_diffusers.lora.adapter import Lora
 from smalti_diffusers.options import DiffusersOptions
@@ -41,6 +44,8 @@ MODELS = {
     "lumina2": (Lumina2, "2.0"),
     "qwen image": (QwenImage, "image"),
     "z image": (ZImage, "turbo"),
+    "sd 1.5": (StableDiffusion1, "1.5"),
+    "sd 2.1": (StableDiffusion2, "2.1"),
     "sdxl": (Sdxl, "base-1.0"),
 }
 KEPT = (
@@ -70,6 +75,8 @@ PARAMETERS = {
     "lumina2": 2_609_769_152,
     "qwen image": 20_430_401_088,
     "z image": 6_154_908_736,
+    "sd 1.5": 859_520_964,
+    "sd 2.1": 865_910_724,
     "sdxl": 2_567_463_684,
 }
 FEW = {"num_layers": 2, "num_single_layers": 3, "num_mmdit_layers": 1, "num_single_dit_layers": 3, "n_layers": 2}
@@ -120,7 +127,8 @@ def test_an_adapter_in_bf16_changes_nothing_of_what_is_counted(build):
 
 def formula(family, width, height):
     height, width = height // family.vae_scale, width // family.vae_scale
-    picture = (height, width) if isinstance(family, Sdxl) else (height * width * family.vae_scale**2 // family.alignment**2,)
+    tokens = height * width * family.vae_scale**2 // family.alignment**2
+    picture = (height, width) if isinstance(family, UNetFamily) else (tokens,)
     with torch.device("meta"):
         text = family.example_conditioning(width, height)["tokens"].shape[1]
         return getattr(formulas, family.name)(family.build_base().config, *picture, text)

@@ -48,7 +48,7 @@ LEFT_OUT = {
         *("AnimaModular", "Bria(Fibo|Fibo2)?", "Chroma", "CogView3Plus", "CogView4", "Cosmos2TextToImage"),
         *("DreamLite(Mobile)?", "ErnieImage", "Flux3Modular", "GlmImage", "HiDreamImage", "HunyuanDiT", "HunyuanImage"),
         *("Ideogram4", "Kandinsky5T2I", "Kolors", "Krea2", "LongCatImage", "Lumina", "NucleusMoEImage", "OmniGen"),
-        *("OvisImage", "PRX(Pixel)?", "QwenImage21", "StableDiffusion"),
+        *("OvisImage", "PRX(Pixel)?", "QwenImage21"),
     ),
 }
 """By the reason, patterns of the names of classes without "Pipeline"."""

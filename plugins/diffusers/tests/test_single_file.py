@@ -26,6 +26,8 @@ from smalti_export.command import export as export_command
 from support.whole import some
 
 MAKERS = {
+    "sd1x": ("sd1x", tiny.sd1x, {}),
+    "sd2x": ("sd2x", tiny.sd2x, {}),
     "sdxl": ("sdxl", tiny.sdxl, {}),
     "flux": ("flux", tiny.flux, {}),
     "flux schnell": ("flux", tiny.flux, {"guidance": False}),
@@ -44,7 +46,7 @@ KEPT = [("flux", "original"), ("sdxl", "comfyui"), *((kind, "auraflow") for kind
 
 
 def part_of(family):
-    return "unet" if family == "sdxl" else "transformer"
+    return "unet" if family in ("sd1x", "sd2x", "sdxl") else "transformer"
 
 
 @pytest.fixture(scope="module")
@@ -94,6 +96,7 @@ def test_a_file_in_any_layout_has_the_weights_of_the_model(kind, layout, base_of
 @pytest.mark.parametrize(
     ("kind", "vae", "encoders"),
     [
+        ("sd1x", "first_stage_model.", ("text_encoder",)),
         ("sdxl", "first_stage_model.", ("text_encoder", "text_encoder_2")),
         ("sd3", "first_stage_model.", ("text_encoder", "text_encoder_2", "text_encoder_3")),
         ("flux", "vae.", ("text_encoder", "text_encoder_2")),

@@ -12,6 +12,7 @@ from diffusers import (
     AutoencoderKL,
     AutoencoderKLFlux2,
     AutoencoderKLQwenImage,
+    DDIMScheduler,
     DPMSolverMultistepScheduler,
     EulerDiscreteScheduler,
     FlowMatchEulerDiscreteScheduler,
@@ -25,12 +26,14 @@ from diffusers import (
     PixArtAlphaPipeline,
     PixArtSigmaPipeline,
     PixArtTransformer2DModel,
+    PNDMScheduler,
     QwenImagePipeline,
     QwenImageTransformer2DModel,
     SanaPipeline,
     SanaTransformer2DModel,
     SD3Transformer2DModel,
     StableDiffusion3Pipeline,
+    StableDiffusionPipeline,
     StableDiffusionXLPipeline,
     UNet2DConditionModel,
     ZImagePipeline,
@@ -394,6 +397,40 @@ def qwen_image(folder: Path) -> Path:
         transformer=transformer,
     ).save_pretrained(folder)
     return folder
+
+
+def sd1x(folder: Path, *, second: bool = False) -> Path:
+    """Stable Diffusion 1.5, or 2.1 that predicts v."""
+    torch.manual_seed(0)
+    unet = UNet2DConditionModel(
+        block_out_channels=(16, 32),
+        down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"),
+        up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),
+        layers_per_block=1,
+        attention_head_dim=(2, 4) if second else 2,
+        use_linear_projection=second,
+        cross_attention_dim=32,
+        norm_num_groups=8,
+        sample_size=16,
+    )
+    published = {"beta_schedule": "scaled_linear", "beta_start": 0.00085, "beta_end": 0.012, "steps_offset": 1}
+    scheduler = DDIMScheduler(**published, prediction_type="v_prediction", clip_sample=False, set_alpha_to_one=False)
+    StableDiffusionPipeline(
+        vae=vae(4),
+        text_encoder=CLIPTextModel(clip_config()),
+        tokenizer=clip_tokenizer(),
+        unet=unet,
+        scheduler=scheduler if second else PNDMScheduler(**published, skip_prk_steps=True),
+        safety_checker=None,
+        feature_extractor=None,
+        requires_safety_checker=False,
+    ).save_pretrained(folder)
+    return folder
+
+
+def sd2x(folder: Path) -> Path:
+    """Stable Diffusion 2.1."""
+    return sd1x(folder, second=True)
 
 
 def sdxl(folder: Path, *, force_zeros: bool = True, **scheduler: object) -> Path:

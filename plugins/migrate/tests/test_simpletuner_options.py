@@ -251,6 +251,9 @@ def test_a_file_of_simpletuner_that_names_no_model_starts_from_simpletuners_own(
     assert config.value("pretrained_model_name_or_path") == "Tongyi-MAI/Z-Image-Turbo"
     named = from_file({**MARKS, "model_family": "z_image", "model_flavour": "base"})
     assert named.value("pretrained_model_name_or_path") is None
+    second = from_file({**MARKS, "model_family": "sd2x"})
+    assert second.value("pretrained_model_name_or_path") == "bghira/pseudo-flex-v2"
+    assert second.value("rescale_betas_zero_snr") is True
 
 
 def test_one_key_of_simpletuner_in_another_file_changes_no_default(from_file, configure, write):

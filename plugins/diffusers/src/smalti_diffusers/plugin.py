@@ -26,6 +26,8 @@ FAMILIES = (
     _entry("pixart", "PixArt Sigma and Alpha", "PixArt"),
     _entry("qwen_image", "Qwen-Image", "QwenImage"),
     _entry("sana", "Sana", "Sana"),
+    _entry("sd1x", "Stable Diffusion 1", "StableDiffusion1"),
+    _entry("sd2x", "Stable Diffusion 2", "StableDiffusion2"),
     _entry("sd3", "Stable Diffusion 3 and 3.5", "StableDiffusion3"),
     _entry("sdxl", "Stable Diffusion XL", "Sdxl"),
     _entry("z_image", "Z-Image", "ZImage"),

@@ -5,19 +5,22 @@ Shapes: B batch, (B, 3, H, W) pixels in [-1, 1], (B, C, h, w) latents.
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import cached_property, lru_cache
+from inspect import signature
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import pixel_shuffle, pixel_unshuffle
 
+from smalti_diffusers.sources.components import class_of
+
 if TYPE_CHECKING:
     from smalti_diffusers.pipeline import PipelineFamily
 
 
 class Autoencoder:
-    """Latents are (output - `shift_factor`) * `scaling_factor`, of the configuration; without them its output itself."""
+    """Latents are (output - `shift_factor`) * `scaling_factor`: those of the configuration, or the defaults of the class."""
 
     def __init__(self, family: PipelineFamily) -> None:
         self.family = family
@@ -52,9 +55,12 @@ class Autoencoder:
         shift, scale = self._numbers
         return latents / scale + shift
 
-    @property
+    @cached_property
     def _numbers(self) -> tuple[float, float]:
-        return cast(float, self.config.get("shift_factor") or 0.0), cast(float, self.config.get("scaling_factor") or 1.0)
+        kind = class_of("diffusers", str(self.family.components.kind("vae")))
+        defaults = {name: each.default for name, each in signature(kind).parameters.items()}
+        shift, scale = (self.config.get(name, defaults.get(name)) for name in ("shift_factor", "scaling_factor"))
+        return cast(float, shift or 0.0), cast(float, scale or 1.0)
 
     @property
     def _vae(self) -> Any:

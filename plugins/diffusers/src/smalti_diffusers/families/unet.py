@@ -5,6 +5,7 @@ Shapes: B batch, latents (B, C, h, w).
 
 from __future__ import annotations
 
+from inspect import signature
 from typing import ClassVar, cast
 
 from torch import nn
@@ -14,7 +15,7 @@ from smalti.config import ObjectiveOptions
 from smalti_diffusers.families.noiseschedule import check_noise_schedule
 from smalti_diffusers.options import DiffusersOptions
 from smalti_diffusers.pipeline import PipelineFamily
-from smalti_diffusers.sources.components import Components
+from smalti_diffusers.sources.components import Components, class_of
 
 
 class UNetFamily(PipelineFamily):
@@ -46,6 +47,12 @@ class UNetFamily(PipelineFamily):
         if config is not None:
             check_noise_schedule(config, components.config("scheduler"), str(components.folder))
             self.zero_snr = config[ObjectiveOptions].rescale_betas_zero_snr
+        kind = str(components.kind("scheduler"))
+        if self.zero_snr and "rescale_betas_zero_snr" not in signature(class_of("diffusers", kind)).parameters:
+            raise UserError(
+                f"the scheduler of {components.folder} ({kind}) cannot sample from pure noise (zero terminal SNR)",
+                fix="leave out --rescale_betas_zero_snr, or name a pipeline with DDIMScheduler or EulerDiscreteScheduler",
+            )
 
     def build_base(self) -> nn.Module:
         model = self.build_adaptable(self.components) if self.encoders else super().build_base()

@@ -62,11 +62,13 @@ TOOLS: Mapping[str, Tools] = {
     "pixart": Tools(diffusers=False, comfyui="diffusers", kohya=False),
     "qwen_image": Tools(comfyui="diffusers", kohya=True, module="networks.lora_qwen_image"),
     "sana": Tools(comfyui=None, kohya=False),
+    "sd1x": Tools(comfyui="kohya", kohya=True, original=False),
+    "sd2x": Tools(comfyui="kohya", kohya=True, original=False),
     "sd3": Tools(comfyui="diffusers", kohya=True, module="networks.lora_sd3"),
     "sdxl": Tools(comfyui="kohya", kohya=True),
     "z_image": Tools(comfyui="diffusers", kohya=True, original=False, module="networks.lora_zimage"),
 }
-"""By family. ComfyUI as of 2026, sd-scripts for flux, lumina2, sd3 and sdxl, musubi-tuner for flux2, qwen_image and z_image."""
+"""By family. ComfyUI as of 2026, sd-scripts for flux, lumina2, sd1x to sdxl, musubi-tuner for flux2, qwen_image and z_image."""
 _LOKR_IN_DIFFUSERS = ("flux2", "z_image")
 """Families of which diffusers loads LoKr."""
 _PEFT_ONLY = Tools(diffusers=False, comfyui=None, kohya=False)

@@ -16,7 +16,7 @@ _STYLES = {
     "lycoris_": "lycoris",
 }
 """How names of layers begin -> whose names they are."""
-_KOHYA_IN_DIFFUSERS = ("flux", "flux2", "qwen_image", "sdxl", "z_image")
+_KOHYA_IN_DIFFUSERS = ("flux", "flux2", "qwen_image", "sd1x", "sd2x", "sdxl", "z_image")
 """Families of which diffusers converts LoRAs with kohya's names."""
 _NOBODYS = Tools(diffusers=False, comfyui=None, kohya=False)
 

@@ -142,6 +142,7 @@ class _Place:
 
 _ENCODERS: Mapping[str, tuple[_Place, ...]] = {
     "text_encoder": (
+        _Place("cond_stage_model.transformer."),
         _Place("conditioner.embedders.0.transformer."),
         _Place("text_encoders.clip_l.transformer.", _clip_l),
         _Place("text_encoders.gemma2_2b.transformer.model."),

@@ -45,12 +45,18 @@ _SDXL = FileLayout(
         "text_encoder_2": ("conditioner.embedders.1.model.", OPEN_CLIP),
     },
 )
+_SD1 = FileLayout(
+    model=UNET_PREFIX,
+    vae="first_stage_model.",
+    encoders={"text_encoder": ("cond_stage_model.transformer.", {})},
+)
 FILE_LAYOUTS: Mapping[str, FileLayout] = {
     "auraflow": FileLayout(),
     "flux": FileLayout(),
     "flux2": FileLayout(),
     "lumina2": FileLayout(),
     "qwen_image": FileLayout(),
+    "sd1x": _SD1,
     "sd3": FileLayout(model=UNET_PREFIX, vae="first_stage_model."),
     "sdxl": _SDXL,
     "z_image": FileLayout(),
@@ -59,9 +65,9 @@ FILE_LAYOUTS: Mapping[str, FileLayout] = {
 
 
 def single_file_layout(family: str) -> FileLayout:
-    """Raises UserError for a family whose tools load no single files."""
+    """Raises UserError for a family without a layout here."""
     if family not in FILE_LAYOUTS:
-        raise UserError(f"there are no tools that load {family} from one file", fix="leave --single_file out")
+        raise UserError(f"models of {family} are not exported as one file", fix="leave --single_file out")
     return FILE_LAYOUTS[family]
 
 

@@ -38,6 +38,7 @@ from smalti_diffusers.sources.weight_files import folder_weights
 _OF_ADAPTERS = re.compile(r"\.(lora_|lokr_|hada_)")
 """In the names of tensors."""
 _FAMILIES = {
+    "v2": "sd2x",
     "xl_base": "sdxl",
     "sd3": "sd3",
     "sd35_medium": "sd3",

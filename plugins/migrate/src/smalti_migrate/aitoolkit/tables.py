@@ -176,7 +176,7 @@ OPTIONS: tuple[Rule, ...] = (
         - the model is not split over GPUs | model.split_model_over_gpus | --fsdp_enable
         - weights are not offloaded in layers | model.layer_offloading | fsdp_cpu_offload; see docs/memory.md
         - attention masks of Flux are not applied | model.attn_masking
-        - SD 2 is not supported | model.is_v2 model.is_ssd model.is_vega
+        - files for SD 2, SSD-1B and Vega are not read | model.is_v2 model.is_ssd model.is_vega
         - the EMA does not change the weights | train.ema_config.use_feedback
         - a weight over timesteps is not supported | train.linear_timesteps train.linear_timesteps2
         - another weighting than min-SNR | train.snr_gamma | snr_gamma is min_snr_gamma here

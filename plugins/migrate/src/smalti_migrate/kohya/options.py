@@ -145,7 +145,7 @@ class _Model:
         elif family:
             result.add("model_family", family, source)
         elif script:
-            why = "Stable Diffusion 1 and 2 are not supported"
+            why = "files for Stable Diffusion 1 and 2 are not read"
             result.leave(script, why, fix="--model_family=sdxl if the base model is SDXL")
         else:
             result.leave("model_family", "no key says which model this is", fix="smalti config import FILE --model_family=sdxl")

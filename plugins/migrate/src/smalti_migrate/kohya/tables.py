@@ -17,7 +17,7 @@ SCRIPTS = (
     | {"lumina_train_network.py": ("lumina2", "lora"), "lumina_train.py": ("lumina2", "full")}
     | {"train_network.py": ("", "lora"), "train_db.py": ("", "full"), "fine_tune.py": ("", "full")}
 )
-"""Script -> our family and model_type. "" is Stable Diffusion 1 and 2, which smalti does not have."""
+"""Script -> our family and model_type. "" is Stable Diffusion 1 and 2, which is not read."""
 OTHER_SCRIPTS = (
     *("train_textual_inversion.py", "sdxl_train_textual_inversion.py", "train_controlnet.py", "train_control_net.py"),
     *("sdxl_train_control_net.py", "sdxl_train_control_net_lllite.py", "flux_train_control_net.py", "train_leco.py"),
@@ -171,7 +171,7 @@ OPTIONS: tuple[Rule, ...] = (
     *unsupported("""
         - text encoders and VAE come from a pipeline, by default the one published for the model | clip_l clip_g t5xxl gemma2
           ae vae | base_pipeline = "FOLDER" names another pipeline
-        - Stable Diffusion 1 and 2 are not supported | v2
+        - files for Stable Diffusion 1 and 2 are not read | v2
         - both text encoders have one learning rate here | text_encoder_lr1 text_encoder_lr2 | text_encoder_lr
         - complete text encoders are not trained here | learning_rate_te learning_rate_te1 learning_rate_te2 train_text_encoder
         - text encoders are not trained alone | network_train_text_encoder_only | train_text_encoder trains them with the model

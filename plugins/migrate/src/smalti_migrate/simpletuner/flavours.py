@@ -29,6 +29,12 @@ FLAVOURS: Mapping[str, Mapping[str, tuple[str, str]]] = {
         "sana1.0-600m-1024": ("600m-1024", ""),
         "sana1.0-600m-512": ("600m-512", ""),
     },
+    "sd1x": {"1.4": ("", "CompVis/stable-diffusion-v1-4"), "dreamshaper": ("", "Lykon/dreamshaper-8")},
+    "sd2x": {
+        "digitaldiffusion": ("", "Junglerally/Digital-Diffusion"),
+        "pseudoflex-v2": ("", "bghira/pseudo-flex-v2"),
+        "pseudojourney": ("", "bghira/pseudo-journey-v2"),
+    },
     "sd3": {"large": ("3.5-large", "")},
     "sdxl": {"base-0.9": ("", "stabilityai/stable-diffusion-xl-base-0.9")},
 }
@@ -55,6 +61,8 @@ BASE_MODELS: Mapping[str, str] = {
     "pixart": "terminusresearch/pixart-900m-1024-ft-v0.6",
     "pixart_sigma": "terminusresearch/pixart-900m-1024-ft-v0.6",
     "sana": "Efficient-Large-Model/SANA1.5_4.8B_1024px_diffusers",
+    "sd1x": "Lykon/dreamshaper-8",
+    "sd2x": "bghira/pseudo-flex-v2",
     "sd3": "stabilityai/stable-diffusion-3.5-medium",
     "z_image": "Tongyi-MAI/Z-Image-Turbo",
 }

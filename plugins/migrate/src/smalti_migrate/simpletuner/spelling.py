@@ -149,6 +149,10 @@ def _huber_schedule(values: Values) -> object:
     return "snr" if plain(values.get("loss_type")) in ("huber", "smooth_l1") else None
 
 
+def _zero_snr(values: Values) -> object:
+    return True if plain(values.get("model_family")) == "sd2x" else None
+
+
 def _lora_targets(values: Values) -> object:
     if plain(values.get("model_type")) != "lora":
         return None
@@ -171,6 +175,7 @@ DEFAULTS = (
     _always("caption_strategy", "filename"),
     _always("aspect_bucket_alignment", 64),
     ReferenceDefault("flow_schedule_shift", "`3.0`", _shift, when="flow matching without `flow_schedule_auto_shift`"),
+    ReferenceDefault("rescale_betas_zero_snr", "`true`", _zero_snr, when="`model_family` is `sd2x`"),
     ReferenceDefault("lora_targets", "attention layers", _lora_targets, when="`model_type` is `lora`"),
     ReferenceDefault("lora_dropout", "`0.1`", _lora_dropout, when="`model_type` is `lora`"),
     ReferenceDefault("ema_device", '`"cpu"`', _ema_device, when="`use_ema` is on"),
