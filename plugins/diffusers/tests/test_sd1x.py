@@ -67,7 +67,7 @@ def test_loss_and_gradients_are_those_of_diffusers(family_of, kind):
     loss = mse_loss(theirs(noisy, timesteps, conditioning["tokens"], return_dict=False)[0], target)
     loss.backward()
 
-    objective = build_objective(family.prediction, family.beta_schedule)
+    objective = build_objective(family.prediction, beta_schedule=family.beta_schedule)
     found = objective.add_noise(latents, noise, timesteps)
     torch.testing.assert_close(found, noisy)
     prediction = family.forward(ours, found, objective.timesteps(timesteps), conditioning)
