@@ -307,7 +307,9 @@ def _is_word(name: str) -> bool:
 
 
 def _import(address: str, context: str) -> None:
-    module, colon, attribute = address.partition(":")
+    module, colon, attributes = address.partition(":")
     expect(bool(colon), f"{context}: {address!r} is not of the form module:callable")
-    found = getattr(import_module(module), attribute, None)
+    found: object = import_module(module)
+    for attribute in attributes.split("."):
+        found = getattr(found, attribute, None)
     expect(callable(found), f"{context}: there is no callable {address!r}")
