@@ -318,7 +318,7 @@ FILTERS = {
 @pytest.mark.parametrize("name", FILTERS)
 def test_onetrainer_filters_layers_by_their_names(imported, model, name):
     family, keys, pattern, count = FILTERS[name]
-    values, left = imported(onetrainer(family, **keys, text_encoder={"train": False}))
+    values, left = imported(onetrainer(family, **keys, text_encoder={"train": False}, text_encoder_2={"train": False}))
     net = model(family)
     wanted = {layer for layer in layers(net) if re.search(pattern, layer)}
     assert (adapted(values, net), len(wanted)) == (wanted, count)

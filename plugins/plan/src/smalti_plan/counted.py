@@ -63,12 +63,8 @@ def request_of(config: Config, kind: str) -> dict[str, object]:
     """What `count` is asked for."""
     values = {**config.values(), "plugins": config.value("plugins"), "without": config.value("without")}
     values["gradient_checkpointing"] = False
-    return {
-        "values": load_json(json.dumps(values, default=str)),
-        "accelerate": dict(config.accelerate),
-        "kind": kind,
-        "bf16": in_bf16(config, kind),
-    }
+    values["mixed_precision"] = "bf16" if in_bf16(config, kind) else "no"  # not what this processor would take
+    return {"values": load_json(json.dumps(values, default=str)), "accelerate": dict(config.accelerate), "kind": kind}
 
 
 def _key(request: Mapping[str, object], config: Config, plugins: Plugins) -> str:
@@ -81,7 +77,7 @@ def _key(request: Mapping[str, object], config: Config, plugins: Plugins) -> str
     versions = (*plugins.versions, f"torch {version('torch')}")
     own = [hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(Path(__file__).parent.glob("*.py"))]
     data = buckets_key(config, plugins)
-    parts = [related, request["kind"], request["bf16"], versions, own, model_files(config.values()), data]
+    parts = [related, request["kind"], versions, own, model_files(config.values()), data]
     text = json.dumps(parts, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
@@ -135,7 +131,7 @@ def count(request: Mapping[str, object]) -> ModelFacts:
         blocks,
         width=largest.bucket.width,
         height=largest.bucket.height,
-        bf16=bool(request["bf16"]),
+        bf16=in_bf16(config),
         kind=str(request["kind"]),
         source=largest.source,
     )

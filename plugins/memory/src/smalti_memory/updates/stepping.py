@@ -200,7 +200,7 @@ def _with_local(parameter: Tensor, part: Tensor) -> Tensor:
         return part
     mesh, placements, like = parameter.device_mesh, parameter.placements, part.to("meta")
     made = DTensor.from_local(like, mesh, placements, run_check=False, shape=parameter.shape, stride=parameter.stride())
-    return DTensor(part, made._spec, requires_grad=False)
+    return DTensor(part, made._spec, requires_grad=False)  # type: ignore[no-untyped-call]
 
 
 def _sum_over_shards(value: Tensor, parameter: Tensor) -> Tensor:

@@ -127,7 +127,7 @@ class Workers:
         import ray
 
         reserved = {"num_cpus": self.options.engine_cpus, "num_gpus": self.gpus}
-        handle = ray.remote(Worker).options(**reserved, max_concurrency=2, scheduling_strategy="SPREAD").remote()
+        handle: Any = ray.remote(Worker).options(**reserved, max_concurrency=2, scheduling_strategy="SPREAD").remote()
         self._actors.append(_Actor(handle, handle.facts.remote()))
 
     def _end(self, actor: _Actor) -> None:

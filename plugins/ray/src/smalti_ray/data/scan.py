@@ -37,7 +37,7 @@ def scan_datasets(
 def scan_on_cluster(config: Config, plugins: Plugins, directory: Path, scan: Callable[..., Any]) -> Any:
     """The same within a connection; returns what `scan` does."""
     options = config[EngineOptions]
-    room = int(ray.cluster_resources().get("CPU", 0) / options.engine_cpus)
+    room = int(ray.cluster_resources().get("CPU", 0) / options.engine_cpus)  # type: ignore[no-untyped-call]
     handed = Handed(max(1, min(options.engine_workers or _MOST_WORKERS, room)))
     with workers_for("scan", config, plugins, directory) as workers, Threads(1, "smalti-scan-all") as scanning:
         main = scanning.submit(lambda build: scan(build=build), partial(build_shared, handed))

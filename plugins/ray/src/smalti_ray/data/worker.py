@@ -113,7 +113,7 @@ class Worker:
         """The `versions` of this node, and its address as `node`."""
         from ray.util import get_node_ip_address
 
-        return {"node": get_node_ip_address(), **versions()}
+        return {"node": get_node_ip_address(), **versions()}  # type: ignore[no-untyped-call]
 
     @_answering
     def open(self, job: Job) -> Opened:
