@@ -20,8 +20,9 @@ from .subject import Report
 
 PART = 5 << 20
 """The smallest part that the store takes, so that an upload in parts is cheap."""
-TIMEOUTS = Timeouts(deadline=60, first_deadline=60, pause=0.01, longest_pause=0.1, connect_timeout=5, read_timeout=2)
-HANGS_AFTER = 200
+TIMEOUTS = Timeouts(deadline=150, first_deadline=150, pause=0.01, longest_pause=0.1, connect_timeout=5, read_timeout=4)
+"""Longer than a store on a busy disk takes to answer: its first 5 MiB parts, eight at once, can take a minute."""
+HANGS_AFTER = 400
 """Seconds. Far more than the deadline: only something that never ends takes as long."""
 
 
