@@ -141,6 +141,7 @@ $(VENV)/deepspeed.done: $(BIN)/python constraints.txt core/pyproject.toml plugin
 
 $(VENV)/dev.done: $(VENV)/deepspeed.done constraints.txt requirements-demo.txt requirements-dev.txt $(PROJECTS)
 	$(PIP) --no-compile --no-build-isolation -r requirements-dev.txt  # Python compiles what is imported, a fifth of it
+	$(BIN)/python -m compileall -q -j 2 core/src plugins/*/src tests/support  # once, where the workers of `make test` would each
 	touch $@ $(VENV)/demo.done
 
 # What DeepSpeed steps with on CPUs takes minutes and both cores: not while tests run, whose time is limited.

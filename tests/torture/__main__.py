@@ -34,6 +34,7 @@ from .nodes.scenarios import one_scenario, scenarios
 from .nodes.slurm import one_slurm_job, slurm_jobs
 from .nodes.soak import soak, soak_briefly
 from .object_store import faulty_requests, few_faulty_requests
+from .on_ray import on_ray, on_ray_briefly
 from .phases import killed_in_phases, killed_in_phases_briefly
 from .plugging import plugged
 from .power_cut import power_cut
@@ -85,6 +86,7 @@ GROUPS: dict[str, tuple[str, Round, int]] = {
     "F": ("groups of nodes that lose one", elastic, 2),
     "G": ("broken plugins", plugged, 2),
     "H": ("soak over two nodes, S3, webhooks, GPUs", soak, 6),
+    "I": ("parts of a Ray cluster that are lost", on_ray, 2),
 }
 """Title, one round, share of the time."""
 SHORT = {
@@ -103,12 +105,14 @@ SHORT = {
     faulty_network: faulty_network_once,
     failing_drivers: one_failing_driver,
     failing_receivers: few_failing_receivers,
+    on_ray: on_ray_briefly,
 }
 SERVERS = {faulty_requests, faulty_checkpoints, stopping_server, refused_requests, racing_writers, many_keys, faulty_network}
 REAL = {
     faults_on_nodes,
     scenarios,
     elastic,
+    on_ray,
     soak,
     killed,
     resumed,

@@ -2,68 +2,19 @@
 
 from __future__ import annotations
 
-import os
 import signal
-import subprocess
-import sys
 import time
-from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
-from smalti.rundir import RunDirectory
-from support.images import images_in
-from support.nodes.runs import TINY
-from support.raylets import Raylets, environment
+from support import ray_launches
+from support.ray_launches import LOSSES, Launch, lose, tensors
+from support.raylets import Raylets
 from support.whole import WHOLE, some
 
 LAST = 300 if WHOLE else 60
 long = pytest.mark.skipif(not WHOLE, reason="minutes on a real cluster: make test-ray")
-LOSSES = ("nothing", "worker", "raylet", "driver", "drained node")
-
-
-def words(folder: Path, name: str, **options: object) -> list[str]:
-    data = {"instance_data_dir": images_in(folder / "images", 12, (24, 24)), "output_dir": folder / name}
-    values = {**TINY, **data, "max_train_steps": LAST, "checkpoint_step_interval": 20, **options}
-    return [f"--{option}={value}" for option, value in values.items()]
-
-
-class Launch:
-    """A driver in a process of its own."""
-
-    def __init__(self, raylets: Raylets, folder: Path, name: str, *flags: str, **options: object) -> None:
-        self.directory = RunDirectory(folder / name)
-        self.log = folder / f"{name}.log"
-        self._command = [
-            *(sys.executable, "-m", "smalti", "launch", "ray", *words(folder, name, **options)),
-            *(f"--address={raylets.address}", *flags),
-        ]
-        self.start()
-
-    def start(self) -> None:
-        with self.log.open("a") as log:
-            self.process = subprocess.Popen(self._command, stdout=log, stderr=log, start_new_session=True, env=environment())
-
-    @property
-    def output(self) -> str:
-        return self.log.read_text()
-
-    def wait_for_step(self, step: int, seconds: float = 240) -> None:
-        deadline = time.monotonic() + seconds
-        while (last := self.directory.latest("step")) is None or (last.step or 0) < step:
-            assert time.monotonic() < deadline, self.output
-            assert self.process.poll() is None, self.output
-            time.sleep(0.02)
-
-    def code(self, seconds: float = 400) -> int:
-        return self.process.wait(seconds)
-
-    def close(self) -> None:
-        if self.process.poll() is None:
-            os.killpg(self.process.pid, signal.SIGKILL)
-            self.process.wait()
 
 
 @pytest.fixture
@@ -72,6 +23,7 @@ def launched(raylets, tmp_path):
     found: list[Launch] = []
 
     def launch(*flags: str, **options: object) -> Launch:
+        options = {"max_train_steps": LAST, **options}
         found.append(Launch(raylets, tmp_path, f"run-{len(found)}", *flags, **options))
         return found[-1]
 
@@ -91,38 +43,14 @@ def raylets(tmp_path_factory):
         cluster.close()
 
 
-def tensors(directory: RunDirectory) -> dict[str, torch.Tensor]:
-    """All tensors of the last checkpoint: weights, optimizer, EMA."""
-    folder = directory.checkpoints / f"step-{LAST:08d}"
-    paths = sorted(folder.rglob("*.safetensors"))
-    return {f"{path.relative_to(folder)} {name}": value for path in paths for name, value in load_file(path).items()}
-
-
 @pytest.fixture(scope="module")
 def local(tmp_path_factory) -> dict[str, torch.Tensor]:
     """What two ranks of this machine have trained."""
-    folder = tmp_path_factory.mktemp("local")
-    command = [sys.executable, "-m", "smalti", "train", *words(folder, "run", num_processes=2)]
-    subprocess.run(command, check=True, capture_output=True, timeout=400, env=environment())
-    return tensors(RunDirectory(folder / "run"))
-
-
-def lose(what: str, raylets: Raylets, launch: Launch) -> None:
-    number, worker = raylets.worker()
-    if what == "worker":
-        worker.kill()
-    elif what == "raylet":
-        raylets.kill(number)
-    elif what == "driver":
-        os.killpg(launch.process.pid, signal.SIGKILL)
-        launch.process.wait()
-        launch.start()
-    elif what == "drained node":
-        raylets.drain(number)
+    return tensors(ray_launches.local(tmp_path_factory.mktemp("local"), max_train_steps=LAST), LAST)
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("lost", some(LOSSES, "worker"))
+@pytest.mark.parametrize("lost", some(["nothing", *LOSSES], "worker"))
 def test_two_workers_train_what_two_local_ranks_train_whatever_is_lost_on_the_way(raylets, launched, local, lost):
     if lost in ("raylet", "drained node"):
         raylets.add()  # one more, on which the run goes on
@@ -133,7 +61,7 @@ def test_two_workers_train_what_two_local_ranks_train_whatever_is_lost_on_the_wa
     assert launch.code() == 0, launch.output
     assert ("all workers start again" in launch.output) == (lost in ("worker", "raylet", "drained node")), launch.output
     assert ("Ray drains the node of worker" in launch.output) == (lost == "drained node"), launch.output
-    found = tensors(launch.directory)
+    found = tensors(launch.directory, LAST)
     assert found.keys() == local.keys()
     assert [name for name, value in local.items() if not torch.equal(value, found[name])] == [], launch.output
 

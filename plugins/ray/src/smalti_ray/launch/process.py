@@ -35,6 +35,7 @@ def run(requests: int, result: int, words: Sequence[str]) -> None:
         os.kill(os.getpid(), signal.SIGTERM)
 
     threading.Thread(target=wait, name="smalti-requests", daemon=True).start()
+    take_usual_priority()
     from smalti.cli import main as smalti
 
     code = 1
@@ -46,6 +47,15 @@ def run(requests: int, result: int, words: Sequence[str]) -> None:
     finally:
         with suppress(BrokenPipeError):  # Ray's worker is lost
             os.write(result, f"{code}".encode())
+
+
+def take_usual_priority() -> None:
+    """Ray starts its workers at nice 15, which is for tasks beside others; ranks of a run have their node to themselves.
+
+    Only root may change that here. Others set RAY_worker_niceness=0 for `ray start`.
+    """
+    with suppress(PermissionError):
+        os.setpriority(os.PRIO_PROCESS, 0, min(0, os.getpriority(os.PRIO_PROCESS, 0)))
 
 
 if __name__ == "__main__":
