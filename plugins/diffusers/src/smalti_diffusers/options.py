@@ -164,7 +164,7 @@ class LoraOptions(Options):
     )
     train_text_encoder_steps: int | None = option(
         None,
-        help="Steps after which the text encoders stop learning, while the model goes on. Default: those of the run.",
+        help="Steps after which the text encoders stop learning; the model learns to the end. Default: those of the run.",
         level="advanced",
         when="train_text_encoder",
         ge=1,

@@ -1,4 +1,4 @@
-"""Text encoders that stop learning before the run ends, while the model goes on.
+"""Text encoders that stop learning before the run ends, unlike the model.
 
 Their gradients are zeros from then on, so that they have no part in the norm of all gradients, and their learning rate is 0,
 since an optimizer also moves weights by earlier gradients and by weight decay. Every strategy needs gradients of all that it
