@@ -4,6 +4,7 @@ import json
 import shutil
 import time
 from functools import cache
+from pathlib import Path
 
 import pytest
 import tiny
@@ -135,20 +136,52 @@ def test_losses_and_adapters_are_those_of_one_process(ran, kind, way):
         assert all(event["parts"][name] > 0 for name in ADDED.get(kind, ())), "its image is in each step"
 
 
-@pytest.mark.parametrize("kind", some(KINDS, "images"))
-def test_a_killed_run_ends_bit_equal_to_one_that_was_not(ran, root, train, start, given, kind):
-    undisturbed, folder = ran(kind, "one"), root / f"{kind}-killed"
-    options = given(kind, "one") | {"checkpoint_step_interval": 1, "probe": True}
+KILLED = [*((kind, "one") for kind in KINDS), ("dpo", "ddp"), ("images", "fsdp"), ("prompts", "fsdp"), ("kept", "zero")]
+
+
+@pytest.mark.parametrize(("kind", "way"), some(KILLED, ("images", "one")))
+def test_a_killed_run_ends_bit_equal_to_one_that_was_not(ran, root, train, start, given, kind, way):
+    undisturbed, folder = ran(kind, way), root / f"{kind}-{way}-killed"
+    options = given(kind, way) | {"checkpoint_step_interval": 1, "probe": True}
     run = start(folder, variables={"PROBE_SPOIL": "sleep:0:2"}, **options)
     while not (folder / "checkpoints/step-00000001/manifest.json").exists():
         assert run.process.poll() is None, run.wait()
         time.sleep(0.05)
     run.kill()
-    resumed = train(folder, **given(kind, "one"))
+    resumed = train(folder, **given(kind, way))
     assert (resumed.code, "at step 1" in resumed.output) == (0, True), resumed.output
     expected, found = whole(undisturbed), whole(resumed)
     assert [name for name, tensor in expected.items() if not torch.equal(tensor, found[name])] == []
     assert resumed.losses[-2:] == undisturbed.losses[-2:]
+
+
+OUTSIDE = {
+    "preference": ({"dpo_beta": 100}, {"pair_beta": 100}),
+    "slider": (
+        {**KINDS["prompts"], "slider_guidance": 1.0, "slider_rescale": False},
+        {"towards": "a large circle", "away_from": "a small circle"},
+    ),
+}
+
+
+@pytest.mark.parametrize("package", some(OUTSIDE, "preference"))
+def test_a_package_of_a_third_party_trains_what_this_one_does(root, train, given, datasets, package, tmp_path):
+    """Each is written from the documentation, without this repository's own terms, in less than 200 lines."""
+    folder, found = Path(__file__).parent / "outside", []
+    assert len((folder / f"outside_{package}.py").read_text().splitlines()) < 200
+    entries = tmp_path / "datasets.json"
+    for number, settings in enumerate(OUTSIDE[package]):
+        kind = "dpo" if package == "preference" else "prompts"
+        named = datasets[kind].read_text()
+        entries.write_text(named.replace("rejected_path", "worse_path") if number else named)
+        own = {name: value for name, value in given(kind, "one").items() if name not in KINDS[kind]}
+        more = {"variables": {"PYTHONPATH": str(folder)}} if number else {}
+        run = train(tmp_path / f"run-{number}", **own | settings | more | {"data_backend_config": entries})
+        assert run.code == 0, run.output
+        found.append(run)
+    expected, tensors = (whole(run) for run in found)
+    assert found[1].losses == pytest.approx(found[0].losses, rel=1e-6)
+    assert max(float((tensors[name] - tensor).abs().max()) for name, tensor in expected.items()) < 1e-6
 
 
 def test_an_exported_slider_moves_predictions_one_way_and_the_other(ran, root, capsys, tmp_path):

@@ -150,7 +150,6 @@ def test_diffusers_reads_the_kohya_format_of_flux(adapter, tmp_path):
         assert_same_change(trained, layer, up, down)
 
 
-@pytest.mark.filterwarnings("ignore:.*torch_dtype:FutureWarning")
 @pytest.mark.parametrize(
     ("name", "format", "tool"),
     [("flux", "diffusers", "diffusers"), ("sdxl", "peft", "diffusers and peft"), ("pixart", "peft", "diffusers and peft")],

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from itertools import pairwise
 
 import pytest
 import tiny
@@ -100,6 +101,46 @@ def test_the_rate_of_the_encoders_is_theirs_alone(first, train, options, tmp_pat
     moved = {name: float((one[name] - before[name]).abs().max()) for name in one}
     assert max(moved[name] for name in encoders(one)) < 1.2 * 2e-2 * 2
     assert max(moved.values()) > 2e-2
+
+
+@pytest.fixture(scope="module")
+def stopped(base, train, options):
+    """The options of a run of four steps, whose text encoders learn in two of them, and its folder."""
+    last = {"train_text_encoder_frac": 0.5, "max_train_steps": 4, "validation_step_interval": 0}
+    code, output = train(base.parent / "stopped", **options | last)
+    assert code == 0, output
+    return options | last, base.parent / "stopped"
+
+
+def test_text_encoders_stop_learning_and_the_model_goes_on(stopped, first):
+    found = [tensors(stopped[1], step) for step in (2, 3, 4)]
+    for before, after in pairwise(found):
+        assert {name for name, tensor in after.items() if torch.equal(before[name], tensor)} == set(encoders(after))
+    one = tensors(first, 2)
+    assert [name for name in one if not torch.equal(one[name], found[0][name])] == [], "before, nothing is different"
+
+
+@pytest.mark.parametrize("step", [1, 2, 3])
+def test_a_run_resumed_before_or_after_they_stopped_has_the_same_bits(stopped, train, step, tmp_path):
+    options, run = stopped
+    kept = f"checkpoints/step-{step:08}"
+    shutil.copytree(run / kept, tmp_path / "run" / kept)
+    code, output = train(tmp_path / "run", **options)
+    assert (code, f"at step {step}" in output) == (0, True), output
+    one, other = tensors(run, 4), tensors(tmp_path / "run", 4)
+    assert [name for name in one if not torch.equal(one[name], other[name])] == []
+
+
+@pytest.mark.parametrize("strategy", some(STRATEGIES, "replicas", "zero 2"))
+def test_they_stop_on_several_ranks_too(stopped, train, strategy, tmp_path):
+    options, run = stopped
+    shutil.copytree(run / "checkpoints/step-00000001", tmp_path / "run" / "checkpoints/step-00000001")
+    code, output = train(tmp_path / "run", **options | STRATEGIES[strategy] | {"validation_step_interval": 0})
+    assert code == 0, output
+    before, one, other = tensors(run, 1), tensors(run, 4), tensors(tmp_path / "run", 4)
+    assert apart(one, before) > 20 * apart(one, other)
+    still = [(found[name], other[name]) for found in [tensors(tmp_path / "run", 2)] for name in encoders(other)]
+    assert all(torch.equal(*pair) for pair in still)
 
 
 @pytest.mark.parametrize("format", ["diffusers", "kohya"])

@@ -71,6 +71,25 @@ def test_without_changes_captions_are_encoded_as_the_pipeline_does(base, made):
     assert not zeros["pooled"].any()
 
 
+def test_encoders_that_have_stopped_have_no_part_in_the_gradient(made):
+    family = made.subject.family
+    model = materialise(made.subject.bare(), family.weights(0), "cpu")
+    found = []
+    for learn in (True, False):
+        model.encoders_learn = learn
+        latents = torch.ones(1, *family.latent_shape(64, 32))
+        given = family.encode_captions(CAPTIONS[:1]) | family.encode_size_conditioning([SizeConditioning.of((64, 32))], 64, 32)
+        family.forward(model, latents, torch.full((1,), 500.0), given).square().mean().backward()
+        found.append({name: each.grad for name, each in model.named_parameters() if each.grad is not None})
+        model.zero_grad()
+    before, after = found
+    assert before.keys() == after.keys(), "DDP waits for all"
+    theirs = of_encoders(after).keys()
+    assert any(before[name].any() for name in theirs)
+    assert not any(after[name].any() for name in theirs)
+    assert all(torch.equal(before[name], after[name]) for name in after.keys() - theirs)
+
+
 # --- a loop of diffusers, transformers and peft ---------------------------------------------------------------------
 
 RATE, RATE_OF_ENCODERS, STEPS, LIMIT = 1e-3, 3e-4, 50, 1.0
@@ -306,6 +325,8 @@ def test_adapters_in_files_are_converted_merged_and_resized_with_their_encoders(
     [
         (["--model_type=full", TRAINED], "this run trains the complete model"),
         (["--model_type=lora", "--text_encoder_lr=1e-5"], "this run does not train them"),
+        (["--model_type=lora", "--train_text_encoder_steps=5"], "this run does not train them"),
+        (["--model_type=lora", TRAINED, "--train_text_encoder_steps=5", "--train_text_encoder_frac=0.5"], "both say"),
     ],
 )
 def test_options_that_do_not_go_together_are_refused(words, reason):

@@ -67,28 +67,31 @@ def test_older_files_without_tables_are_read(imported):
 
 
 ENCODERS = {
-    "by default": ({}, {}, (True, None, None), ["text_encoder", "text_encoder_2"]),
+    "by default": ({}, {}, (True, None, None), 0.3),
+    "at a step": ({"stop_training_after_unit": "STEP"}, {"train": False}, (True, None, 0), 7),
+    "apart": ({"stop_training_after": 5}, {}, (True, None, None), "listed"),
+    "by the clock": ({"stop_training_after_unit": "MINUTE"}, {"train": False}, (True, None, 0), "listed"),
     "to the end": (
         {"stop_training_after_unit": "NEVER", "learning_rate": 1e-5},
         {"stop_training_after": 100, "learning_rate": 2e-5},
         (True, 1e-5, 2e-5),
-        [],
+        None,
     ),
-    "the first": ({"stop_training_after": 5}, {"train": False}, (True, None, 0), ["text_encoder"]),
-    "the second": ({"train": False}, {"stop_training_after": 100, "learning_rate": 2e-5}, (True, 0, 2e-5), []),
-    "none": ({"train": False}, {"train": False}, (None, None, None), []),
+    "the first": ({"stop_training_after": 5}, {"train": False}, (True, None, 0), 0.05),
+    "the second": ({"train": False}, {"stop_training_after": 100, "learning_rate": 2e-5}, (True, 0, 2e-5), None),
+    "none": ({"train": False}, {"train": False}, (None, None, None), None),
 }
 
 
 @pytest.mark.parametrize("given", ENCODERS)
 def test_text_encoders_of_sdxl_are_trained_at_their_rates(imported, given):
-    first, second, expected, stopped = ENCODERS[given]
+    first, second, expected, stop = ENCODERS[given]
     model = {"model_type": "STABLE_DIFFUSION_XL_10_BASE", "text_encoder": first, "text_encoder_2": second}
     model["text_encoder_3"] = {"train": True}
     values, left, _ = convert(imported, **model, prior={})
     assert tuple(values.get(key) for key in ("train_text_encoder", "text_encoder_lr", "text_encoder_2_lr")) == expected
-    listed = [place.rpartition(": ")[2] for place in left if "text_encoder" in place]
-    assert listed == [f"{each}.stop_training_after" for each in stopped]
+    assert values.get("train_text_encoder_frac", values.get("train_text_encoder_steps")) == (None if stop == "listed" else stop)
+    assert any("text_encoder" in place for place in left) == (stop == "listed")
 
 
 def test_complete_text_encoders_are_not_trained_here(imported):

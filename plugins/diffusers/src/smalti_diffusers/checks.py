@@ -33,18 +33,22 @@ def _without_adapter(config: Config) -> list[Problem]:
 
 
 def _text_encoders(config: Config) -> list[Problem]:
-    """Options of text encoders in a run that does not train them."""
+    """Options of text encoders in a run that does not train them, or that do not go together."""
     options, found = config[LoraOptions], []
     if options.train_text_encoder and config[ModelOptions].model_type != "lora":
         message = "train_text_encoder trains an adapter of the text encoders, and this run trains the complete model"
         fix = "--model_type=lora, or leave --train_text_encoder out"
         found.append(Problem(message=message, where=config.source("train_text_encoder"), fix=fix))
-    given = [name for name in ("text_encoder_lr", "text_encoder_2_lr") if config.value(name) is not None]
+    rates, stops = ("text_encoder_lr", "text_encoder_2_lr"), ("train_text_encoder_steps", "train_text_encoder_frac")
+    given = [name for name in (*rates, *stops) if config.value(name) is not None]
     for name in () if options.train_text_encoder else given:
-        message = f"{name} is a learning rate of text encoders, and this run does not train them"
+        message = f"{name} is for the training of text encoders, and this run does not train them"
         fix = f"--train_text_encoder, or leave --{name} out"
         found.append(Problem(message=message, where=config.source(name), fix=fix))
-    if given and config[OptimizerOptions].learning_rate == 0:
+    if set(stops) <= set(given):
+        message = f"{stops[0]} and {stops[1]} both say when the text encoders stop learning"
+        found.append(Problem(message=message, where=config.source(stops[1]), fix="leave one of them out"))
+    if given and given[0] in rates and config[OptimizerOptions].learning_rate == 0:
         message = f"{given[0]} is set, and follows the schedule of a learning_rate of 0"
         found.append(Problem(message=message, where=config.source("learning_rate"), fix="--learning_rate above 0"))
     return found

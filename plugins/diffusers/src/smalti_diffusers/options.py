@@ -162,6 +162,21 @@ class LoraOptions(Options):
         when="train_text_encoder",
         ge=0,
     )
+    train_text_encoder_steps: int | None = option(
+        None,
+        help="Steps after which the text encoders stop learning; the model learns to the end. Default: those of the run.",
+        level="advanced",
+        when="train_text_encoder",
+        ge=1,
+    )
+    train_text_encoder_frac: float | None = option(
+        None,
+        help="The same as a share of the steps of the run.",
+        level="advanced",
+        when="train_text_encoder",
+        gt=0,
+        le=1,
+    )
     lora_rank_pattern: Names = option(
         (),
         help="Rank of some layers, as NAME=RANK with names as in lora_targets. The first that matches counts.",

@@ -34,7 +34,7 @@ from smalti_diffusers.lora.adapter import attach
 from smalti_diffusers.lora.assistant import ASSISTANT, is_distilled, locate as locate_assistant, notice
 from smalti_diffusers.lora.chosen import FROZEN_TYPES, base_dtype, base_precision, chosen_adapter, description
 from smalti_diffusers.lora.eight_bits import eight_bit_weights
-from smalti_diffusers.lora.encoders import BaseWeights, JoinedWeights, encoder_of, encoder_ratios, trained_encoders
+from smalti_diffusers.lora.encoders import BaseWeights, EncoderRates, JoinedWeights, trained_encoders
 from smalti_diffusers.lora.first_weights import AdaptedWeights
 from smalti_diffusers.lora.header import AdapterHeader
 from smalti_diffusers.lora.quantisation import is_sharded, quantise, storage
@@ -119,7 +119,7 @@ class PipelineFamily(ModelFamily):
             )
         self._bf16 = config is None or in_bf16(config)
         self.encoders = trained_encoders(config, self.adaptable_encoders, self.name)
-        self._encoder_ratios = encoder_ratios(config)
+        self._encoder_rates = EncoderRates(config)
         self.lora = chosen_adapter(config, self.lora_targets(), self.idle_layers())
         self._base_dtype = base_dtype(config)
         self._precision = base_precision(config)
@@ -287,7 +287,7 @@ class PipelineFamily(ModelFamily):
 
     def rate_ratio(self, name: str) -> float:
         ratio = self.lora.rate_ratio if self.lora is not None and ".lora_B." in name else 1.0
-        return ratio * self._encoder_ratios.get(encoder_of(name) or "", 1.0)
+        return self._encoder_rates.scaled(name, ratio)
 
     @property
     def model_config(self) -> Mapping[str, object]:

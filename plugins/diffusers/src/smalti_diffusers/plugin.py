@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from smalti import CommandCollector, FamilyEntry, hookimpl
+from smalti import CommandCollector, FamilyEntry, PeriodicEntry, hookimpl
 from smalti_diffusers.flavours import FLAVOURS, GATED
 
 if TYPE_CHECKING:
@@ -34,6 +34,11 @@ FAMILIES = (
 )
 
 
+ENCODER_STOP = PeriodicEntry(
+    name="encoder_stop", title="stop of the text encoders", factory="smalti_diffusers.lora.encoder_stop:encoder_stop_of"
+)
+
+
 class Diffusers:
     @hookimpl
     def declare_options(self) -> list[OptionGroup]:
@@ -54,6 +59,10 @@ class Diffusers:
     @hookimpl
     def register_model_families(self) -> list[FamilyEntry]:
         return list(FAMILIES)
+
+    @hookimpl
+    def register_periodic_work(self) -> list[PeriodicEntry]:
+        return [ENCODER_STOP]
 
 
 plugin = Diffusers()

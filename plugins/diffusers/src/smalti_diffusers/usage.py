@@ -75,4 +75,4 @@ def _base(family: PipelineFamily) -> list[str]:
 
 
 def _loaded(arguments: str) -> str:
-    return f'pipeline = DiffusionPipeline.from_pretrained({arguments}, torch_dtype=torch.bfloat16).to("cuda")'
+    return f'pipeline = DiffusionPipeline.from_pretrained({arguments}, dtype=torch.bfloat16).to("cuda")'

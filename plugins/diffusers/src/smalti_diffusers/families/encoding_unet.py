@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any, cast
 
 from diffusers import UNet2DConditionModel
-from torch import Tensor, cat, nn
+from torch import Tensor, cat, nn, zeros_like
 
 from smalti.diffusion import Conditioning
 from smalti_diffusers.sources.components import Components
@@ -23,6 +23,8 @@ class EncodingUNet(UNet2DConditionModel):
 
     text_encoder: nn.Module
     text_encoder_2: nn.Module
+    encoders_learn = True
+    """Without, the gradients of the encoders are zeros."""
 
     @classmethod
     def build(cls, components: Components) -> EncodingUNet:
@@ -42,7 +44,11 @@ class EncodingUNet(UNet2DConditionModel):
         second = self.text_encoder_2(texts["ids_2"], output_hidden_states=True)
         tokens = cat([first.hidden_states[-2], second.hidden_states[-2]], dim=-1)
         given = texts["given"].to(tokens.dtype)
-        return tokens * given[:, None, None], second[0] * given[:, None]
+        encoded = tokens * given[:, None, None], second[0] * given[:, None]
+        for each in () if self.encoders_learn else encoded:
+            if each.requires_grad:
+                each.register_hook(zeros_like)
+        return encoded
 
     def forward(self, sample: Tensor | None = None, timestep: Tensor | None = None, *arguments: Any, **named: Any) -> Any:
         """The prediction; without `sample`, what `encode` makes of `texts`."""

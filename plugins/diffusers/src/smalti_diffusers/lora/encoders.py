@@ -7,6 +7,7 @@ classes, in files that they write too.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from hashlib import sha256
 
@@ -41,13 +42,32 @@ def trained_encoders(config: Config | None, adaptable: tuple[str, ...], family: 
     return adaptable
 
 
-def encoder_ratios(config: Config | None) -> Mapping[str, float]:
-    """Text encoder -> the learning rate of its adapter, by that of the model's. Encoders with the same rate can be left out."""
-    if config is None:
-        return {}
-    first, second = config[LoraOptions].text_encoder_lr, config[LoraOptions].text_encoder_2_lr
-    rates = zip(KOHYA, (first, first if second is None else second), strict=True)
-    return {part: rate / config[OptimizerOptions].learning_rate for part, rate in rates if rate is not None}
+def stops_encoders(config: Config | None) -> bool:
+    """Whether the text encoders that a run trains may stop learning before it ends."""
+    options = config[LoraOptions] if config is not None else LoraOptions()
+    return options.train_text_encoder_steps is not None or options.train_text_encoder_frac is not None
+
+
+class EncoderRates:
+    """The learning rates of the adapters of text encoders, by that of the run."""
+
+    def __init__(self, config: Config | None) -> None:
+        self._ratios: dict[str, float] = {}
+        self._stop = stops_encoders(config)
+        if config is not None:
+            first, second = config[LoraOptions].text_encoder_lr, config[LoraOptions].text_encoder_2_lr
+            rates = zip(KOHYA, (first, first if second is None else second), strict=True)
+            self._ratios = {part: rate / config[OptimizerOptions].learning_rate for part, rate in rates if rate is not None}
+
+    def scaled(self, name: str, ratio: float) -> float:
+        """The ratio of a trained parameter to the rate of the run, of which `ratio` is known; of the model's own that one.
+
+        Encoders that may stop get the next larger number, which no other parameter has: the optimizer makes groups by ratio.
+        """
+        if (part := encoder_of(name)) is None:
+            return ratio
+        ratio *= self._ratios.get(part, 1.0)
+        return math.nextafter(ratio, math.inf) if self._stop else ratio
 
 
 def spellings(layer: str) -> list[str]:

@@ -130,7 +130,7 @@ class Components:
                 model = self.build(part).to(dtype)
             loaded = materialise(model, self.replaced[part].weights, "cpu")
         else:
-            extra: dict[str, object] = {} if dtype is None else {"torch_dtype": dtype}
+            extra: dict[str, object] = {} if dtype is None else {"dtype": dtype}
             if (variant := self._variant_of(part)) is not None:
                 extra["variant"] = variant
             loaded = self._class(part).from_pretrained(self.folder / part, **extra)  # type: ignore[attr-defined]

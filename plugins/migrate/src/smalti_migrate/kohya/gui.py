@@ -68,7 +68,7 @@ FIELDS: tuple[Rule, ...] = (
           block_lr_zero_threshold conv_dims conv_alphas
         - only with a network that has such an argument | conv_block_alphas train_blocks
         - only with noise that is listed itself | noise_offset_type
-        - text encoders are not trained here | stop_text_encoder_training stop_text_encoder_training_pct
+        - the GUI does not pass it on for an adapter | stop_text_encoder_training stop_text_encoder_training_pct
         - texts are encoded once and cached by default | sdxl_cache_text_encoder_outputs* flux1_cache_text_* sd3_cache_text_*
           sd3_text_encoder_batch_size
         - devices and memory are handled automatically | lowvram t5xxl_device t5xxl_dtype

@@ -13,8 +13,8 @@ from smalti_migrate.onetrainer.layers import add_layers
 from smalti_migrate.rules import Found, Imported, Values, attempt, convert_options, source_text
 
 _ENCODERS = "text encoders are trained for SDXL only, by an adapter"
-_ALL_STEPS = "text encoders are trained in all steps here"
 _STOPS = {"": 30, "_unit": "EPOCH"}
+_STOP_OPTIONS = dict(zip(("EPOCH", "STEP"), tables.STOPPED, strict=True))
 
 
 def imported(files: Sequence[Opened], family: str | None = None) -> Imported:
@@ -234,6 +234,8 @@ def _encoders(found: Values, family: str, kind: str, result: Imported) -> None:
     rate = rates[0] if rates else found.first("text_encoder.dropout_probability", default=0.0)
     attempt(result, result.copy, "caption_dropout_probability", rate, number)
     result.settled += [each.place for each in rates if each.value == rate.value]
+    stops = (f"{each}.stop_training_after{key}" for each in tables.ENCODERS for key in _STOPS)
+    result.settled += [found[key].place for key in stops if key in found]
     trained = [each for each in tables.ENCODERS if found.on(f"{each}.train")]
     if family == "sdxl":  # which has two, whatever a file says of others
         result.settled += [found[f"{each}.train"].place for each in trained if each not in tables.ENCODERS[:2]]
@@ -257,8 +259,7 @@ def _adapt_encoders(found: Values, trained: Sequence[str], result: Imported) -> 
         rate = own if own is not None and own.value is not None else run
         given = each in trained
         rates.append((name, rate.read(number) if given else 0.0, rate.place if given else found[f"{each}.train"].place))
-        if given:
-            _stop(found, each, result)
+    _stop(found, trained, result)
     first, second = rates
     if first[1] != result.value("learning_rate"):
         result.add(*first)
@@ -269,13 +270,24 @@ def _adapt_encoders(found: Values, trained: Sequence[str], result: Imported) -> 
         result.add("lora_targets", [*line.value, "fc1", "fc2"], f"{line.source}, and of the text encoders")
 
 
-def _stop(found: Values, encoder: str, result: Imported) -> None:
-    """List when a text encoder stops training, if that is before the end: after 30 epochs unless the file says otherwise."""
-    after, unit = (found.first(f"{encoder}.stop_training_after{key}", default=value) for key, value in _STOPS.items())
-    epochs = found.first("epochs", default=100)
-    if str(unit.value) == "NEVER" or (str(unit.value) == "EPOCH" and after.read(whole) >= epochs.read(whole)):
-        return
-    result.leave(after.place, _ALL_STEPS, fix="fewer num_train_epochs", value=f"{after.value} {str(unit.value).lower()}")
+def _stop(found: Values, trained: Sequence[str], result: Imported) -> None:
+    """When text encoders stop learning, if that is before the end: after 30 epochs unless the file says otherwise."""
+    epochs, count = found.first("epochs", default=100).read(whole), _accumulation(found)
+    stops, places, words = set[tuple[str, float] | None](), list[str](), list[str]()
+    for each in trained:
+        after, unit = (found.first(f"{each}.stop_training_after{key}", default=value) for key, value in _STOPS.items())
+        option, steps = _STOP_OPTIONS.get(str(unit.value), ""), after.read(whole)
+        share = steps / epochs if str(unit.value) == "EPOCH" else max(1, steps // count)
+        whole_run = str(unit.value) == "NEVER" or (str(unit.value) == "EPOCH" and share >= 1)
+        stops.add(None if whole_run else (option, share))
+        places.append(after.place)
+        words.append(f"{after.value} {str(unit.value).lower()}")
+    (option, share), *others = [each or ("", 0.0) for each in stops]
+    if option and share and not others:
+        result.add(option, share, source_text("", ", ".join(places), " and ".join(words), share))
+    elif stops != {None}:
+        fix = "train_text_encoder_steps = N, after which both stop"
+        result.leave(", ".join(places), "text encoders stop together here, after steps or epochs", fix=fix, value=words)
 
 
 def _saving(found: Values, result: Imported) -> None:

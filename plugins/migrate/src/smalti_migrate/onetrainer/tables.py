@@ -65,6 +65,7 @@ BASE_DTYPES = {"BFLOAT_16": "bf16", "FLOAT_16": "bf16", "FLOAT_32": "fp32", "TFL
 PARTS = ("unet", "transformer", "prior")
 """Where settings of the trained model can stand. Older files say `prior` for a transformer."""
 ENCODERS = ("text_encoder", "text_encoder_2", "text_encoder_3", "text_encoder_4")
+STOPPED = ("train_text_encoder_frac", "train_text_encoder_steps")
 ADAPTED = ("train_text_encoder", "text_encoder_lr", "text_encoder_2_lr", "lora_targets")
 
 
@@ -96,9 +97,12 @@ def _encoder(name: str) -> tuple[Rule, ...]:
     return (
         read(f"{name}.dropout_probability", "caption_dropout_probability", note="of all text encoders together here"),
         read(f"{name}.train", *ADAPTED, note="of a LoRA of SDXL, where it is true by default; others are not trained here"),
+        *(
+            read(f"{name}.{key}", *STOPPED, note="of text encoders that are trained; after 30 epochs by default there")
+            for key in ("stop_training_after", "stop_training_after_unit")
+        ),
         *no_effect(f"""
-        - only of text encoders that are trained here, see train | {name}: learning_rate stop_training_after
-          stop_training_after_unit
+        - only of text encoders that are trained here, see train | {name}: learning_rate
         - text encoders are kept as they are loaded | {name}: weight_dtype train_embedding attention_mask guidance_scale include
           model_name gradient_checkpointing activation_offloading offload_fraction
         """),
