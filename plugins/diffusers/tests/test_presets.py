@@ -81,7 +81,16 @@ def test_a_lora_of_each_family_fits_cards_of_24_gb_and_more(family):
     assert answer["values"]["pretrained_model_name_or_path"]["value"] == weights
     assert answer["model"]["gated"] == (weights in GATED) == ("hf auth login" in answer["toml"])
     assert answer["values"]["instance_data_dir"]["why"] == "3 images"
+    sources = [answer["values"][name]["why"] for name in ("learning_rate", "lora_rank")]
+    assert all("https://github.com/" in source for source in sources), sources
     assert answer["values"]["validation_prompt"]["value"] == ["a photo of zwx cat"]
+
+
+@pytest.mark.parametrize("family", some(FLAVOURS, "pixart"))
+def test_each_family_in_full_fits_eight_cards_of_24_gb(family):
+    answer, _, _ = written(f"--model={family}", "--goal=full", "--card=24GB", "--gpus=8", "--data=photos")
+    assert within(answer)
+    assert answer["values"]["learning_rate"]["why"]
 
 
 def test_small_cards_keep_the_frozen_weights_in_less_memory_or_train_smaller_images():

@@ -23,6 +23,14 @@ _LARGE = 500
 """Images of a folder for which a LoRA is trained with more than one image in a step."""
 _SAVED = 250
 """Steps between two checkpoints, and validation images: ai-toolkit's example."""
+_TOOLKIT = "https://github.com/ostris/ai-toolkit/blob/main/config/examples"
+_LORA_SOURCES = {
+    "flux": f"{_TOOLKIT}/train_lora_flux_24gb.yaml",
+    "lumina2": f"{_TOOLKIT}/train_lora_lumina.yaml",
+    "qwen_image": f"{_TOOLKIT}/train_lora_qwen_image_24gb.yaml",
+    "sd3": f"{_TOOLKIT}/train_lora_sd35_large_24gb.yaml",
+}
+"""Published configurations of a LoRA of the same family, one image in a step: all have the rate 1e-4 and the rank 16."""
 _FULL_RATES = {"sdxl": (3e-6, "OneTrainer's preset for SDXL in full")}
 _FULL_RATE = (1e-5, "OneTrainer's presets for Qwen-Image in full; ai-toolkit has 3e-5 with Adafactor")
 _BYTES_OF_STATE = 12
@@ -92,8 +100,9 @@ def training_lines(request: Request) -> Iterator[tuple[str, Line]]:
     steps = math.ceil(seen / batch)
     yield "max_train_steps", Line(value=steps, why=f"{why}, {batch} in a step" if batch > 1 else f"steps of one image, {why}")
     if request.goal == "lora":
-        yield "learning_rate", Line(value=1e-4, why="diffusers' script for SDXL, ai-toolkit's example for FLUX.1")
-        yield "lora_rank", Line(value=16, why="ai-toolkit's example; more for a style with much detail")
+        source = _LORA_SOURCES.get(request.entry.name, f"as for FLUX.1: {_LORA_SOURCES['flux']}")
+        yield "learning_rate", Line(value=1e-4, why=source)
+        yield "lora_rank", Line(value=16, why=f"{source}; more for a style with much detail")
         return
     rate, source = _FULL_RATES.get(request.entry.name, _FULL_RATE)
     yield "learning_rate", Line(value=rate, why=source)
