@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 CASES = (
     *("startup", "first_step", "step", "sdxl", "save", "detect", "shard", "zero", "headers"),
-    *("data_s3", "data_cache", "health", "web", "web_events", "ranking", "plan", "fit"),
+    *("data_s3", "data_cache", "health", "web", "web_events", "ranking", "plan", "fit", "ray_encode"),
 )
 
 

@@ -64,6 +64,11 @@ class Raylets:
         with suppress(OSError):  # Ray gives each of its parts 15 s to start, on a machine with other tests too
             Path(f"/proc/{self._host.pid}/autogroup").write_text("-10")
 
+    @property
+    def session(self) -> int:
+        """The session of all processes of the cluster."""
+        return self._host.pid
+
     def add(self, cores: int = 1) -> None:
         """A further raylet with this number of cores."""
         assert self._host.stdin is not None
@@ -107,7 +112,7 @@ class Raylets:
         raise RuntimeError("no actor runs")
 
     def close(self) -> None:
-        members = [each for each in psutil.process_iter() if _session_of(each.pid) == self._host.pid]
+        members = [each for each in psutil.process_iter() if _session_of(each.pid) == self.session]
         for each in members:
             with suppress(psutil.NoSuchProcess):
                 each.kill()

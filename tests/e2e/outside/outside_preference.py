@@ -1,4 +1,4 @@
-"""A third party's Diffusion-DPO, from the documentation alone: a key of datasets, a column of worse images, a term."""
+"""A third party's Diffusion-DPO, on public names alone: a key of datasets, a column of worse images, a term."""
 
 from pathlib import Path
 

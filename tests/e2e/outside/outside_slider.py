@@ -1,4 +1,4 @@
-"""A third party's slider between two prompts, from the documentation alone: an option and a term with two turns."""
+"""A third party's slider between two prompts, on public names alone: an option and a term with two turns."""
 
 from smalti import OptionGroup, Options, hookimpl, option
 
