@@ -124,7 +124,7 @@ OFFLOADED = {
 }
 
 
-@pytest.mark.parametrize("name", some(OFFLOADED, "came", "bf16"))
+@pytest.mark.parametrize("name", some(OFFLOADED, "bf16"))
 def test_state_is_with_the_shards_in_host_memory(rehearsed, name):
     seen = rehearsed("fsdp_enable", "fsdp_cpu_offload", samples=False, **OFFLOADED[name])
     assert {device for _, device in seen.state} == {device for _, device in seen.resumed_state} == {"cpu"}
