@@ -96,13 +96,15 @@ def _part(name: str) -> tuple[Rule, ...]:
 def _encoder(name: str) -> tuple[Rule, ...]:
     return (
         read(f"{name}.dropout_probability", "caption_dropout_probability", note="of all text encoders together here"),
-        read(f"{name}.train", *ADAPTED, note="of a LoRA of SDXL, where it is true by default; others are not trained here"),
-        *(
-            read(f"{name}.{key}", *STOPPED, note="of text encoders that are trained; after 30 epochs by default there")
-            for key in ("stop_training_after", "stop_training_after_unit")
+        read(
+            f"{name}.train",
+            *ADAPTED,
+            *STOPPED,
+            note="of a LoRA of SDXL, where it is true by default; others are not trained here",
         ),
         *no_effect(f"""
-        - only of text encoders that are trained here, see train | {name}: learning_rate
+        - only of text encoders that are trained here, see train | {name}: learning_rate stop_training_after
+          stop_training_after_unit
         - text encoders are kept as they are loaded | {name}: weight_dtype train_embedding attention_mask guidance_scale include
           model_name gradient_checkpointing activation_offloading offload_fraction
         """),
