@@ -70,16 +70,16 @@ def encode(model: Path, data: Path, cache: Path, *more: str) -> float:
         command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, env={**os.environ, "OMP_NUM_THREADS": "1"}
     )
     assert process.stderr is not None
-    told = process.stderr.read()
+    errors = process.stderr.read()
     _, status, usage = os.wait4(process.pid, 0)
     process.returncode = os.waitstatus_to_exitcode(status)
     if process.returncode:
-        raise RuntimeError(told.decode())
+        raise RuntimeError(errors.decode())
     return usage.ru_utime + usage.ru_stime
 
 
 def draw(folder: Path, number: int) -> Path:
-    """Images that no two are equal of, with captions."""
+    """Images, all of them different, with captions."""
     folder.mkdir()
     for each in range(number):
         Image.new("RGB", (EDGE, EDGE), (each % 256, each // 256, 99)).save(folder / f"{each:05}.png")

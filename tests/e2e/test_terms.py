@@ -166,7 +166,7 @@ OUTSIDE = {
 
 @pytest.mark.parametrize("package", some(OUTSIDE, "preference"))
 def test_a_package_of_a_third_party_trains_what_this_one_does(root, train, given, datasets, package, tmp_path):
-    """Each is written from the documentation, without this repository's own terms, in less than 200 lines."""
+    """Each takes public names alone, without this repository's own terms, in less than 200 lines."""
     folder, found = Path(__file__).parent / "outside", []
     assert len((folder / f"outside_{package}.py").read_text().splitlines()) < 200
     entries = tmp_path / "datasets.json"

@@ -42,14 +42,14 @@ def _round(chance: Random, place: Path, losses: Sequence[str]) -> Report:
         try:
             _lose_in_turn(chance, cluster, launch, losses)
             code = launch.code(TIMES_OUT)
-            told = f"{', '.join(losses)}:\n{launch.output}"
+            happened = f"{', '.join(losses)}:\n{launch.output}"
         finally:
             launch.close()
-        report.expect(code == 0, f"ended with {code} after {told}")
+        report.expect(code == 0, f"ended with {code} after {happened}")
         if code == 0:
             found = tensors(launch.directory, LAST)
             other = [name for name, value in expected.items() if name not in found or not torch.equal(value, found[name])]
-            report.expect(not other and found.keys() == expected.keys(), f"not bit-equal: {other[:5]} after {told}")
+            report.expect(not other and found.keys() == expected.keys(), f"not bit-equal: {other[:5]} after {happened}")
     finally:
         cluster.close()
     return report
