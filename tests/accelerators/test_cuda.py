@@ -55,8 +55,8 @@ WAITS = {
 }
 
 
-KEPT = ("single", "fsdp2", "offload", "hsdp", "fsdp2, 8 bits", "zero1", "zero3")
-"""Each strategy and place of the average; and an optimizer with state of its own, which asks the host whether to step."""
+KEPT = ("single", "fsdp2", "offload", "hsdp", "zero3")
+"""Each strategy and place of the average; ZeRO asks the host whether to step."""
 every_run = pytest.mark.parametrize("seen", some(RUNS, *KEPT), indirect=True)
 trained = pytest.mark.parametrize("seen", ["single", "fsdp2", "hsdp"], indirect=True)
 """Runs whose saves copy the live tensors; ZeRO's ranks have exchanged theirs in host memory before."""

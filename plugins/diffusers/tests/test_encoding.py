@@ -48,7 +48,7 @@ def photographs(tmp_path_factory):
     return folder
 
 
-@pytest.fixture(scope="module", params=some(FAMILIES, "flux", "sdxl"))
+@pytest.fixture(scope="module", params=some(FAMILIES, "flux"))
 def subject(request, tmp_path_factory, photographs):
     """A run of a family as far as data go, and a model."""
     root = tmp_path_factory.mktemp("encoding")

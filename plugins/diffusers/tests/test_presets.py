@@ -68,7 +68,7 @@ def within(answer):
     return size["most"] <= size["device"] == answer["device"]["memory"]
 
 
-@pytest.mark.parametrize("family", some(FLAVOURS, "sdxl", "flux"))
+@pytest.mark.parametrize("family", some(FLAVOURS, "sdxl"))
 def test_a_lora_of_each_family_fits_cards_of_24_gb_and_more(family):
     for card in CARDS:
         for gpus in (1, 2):

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import threading
 import time
 from pathlib import Path
@@ -19,6 +20,7 @@ from smalti.data import LocalStorage
 from smalti_cache.store import PackStore
 from support.commands import commands
 from support.raylets import Raylets
+from support.whole import only_whole
 
 GATED = Path(__file__).parents[3] / "tests" / "e2e" / "gated"
 IMAGES = 40
@@ -103,6 +105,7 @@ def rows(index):
         return pa.ipc.open_file(file).read_all().to_pylist()
 
 
+@only_whole("plugins/ray/tests/test_data.py::test_a_cache_is_the_same_though_a_node_is_killed_on_the_way")
 def test_a_scan_by_a_cluster_gives_the_index_of_one_process(call, data, tmp_path):
     (data / "broken.png").write_bytes(b"no image")
     indexes = []
@@ -145,7 +148,7 @@ def test_a_cache_is_the_same_though_a_node_is_killed_on_the_way(call, data, tmp_
 
 
 def test_what_the_cluster_lacks_is_named(call, tmp_path, data):
+    """A killed node counts until the cluster has missed it."""
     code, _, errors = call("cache", "encode", f"--cache_dir={tmp_path}/cache", "--engine_cpus=64", "--engine_wait=1")
-    assert (code, "64 CPU" in errors, "the cluster has 1 CPU" in errors, "--engine_cpus" in errors) == (2, True, True, True), (
-        errors
-    )
+    assert (code, "64 CPU" in errors, "--engine_cpus" in errors) == (2, True, True), errors
+    assert re.search(r"the cluster has [12] CPU \(", errors), errors

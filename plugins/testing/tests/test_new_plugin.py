@@ -12,6 +12,7 @@ import pytest
 
 from smalti_testing.new_plugin import KINDS
 from support.commands import commands
+from support.whole import only_whole
 
 ROOT = Path(__file__).parents[3]
 
@@ -125,6 +126,7 @@ def test_what_is_missing_or_unknown_is_a_usage_error(capsys, words):
     assert new(capsys, *words)[0] == 2
 
 
+@only_whole("tests/e2e/test_plugin_new.py::test_the_code_is_formatted_and_sound_whatever_the_name")
 def test_the_types_of_what_it_writes_are_complete(capsys, folder):
     """With the cache of `make lint`, which in CI has checked the core before this test begins."""
     for kind in KINDS:

@@ -7,6 +7,7 @@ import pytest
 
 from smalti.builtin.checks import rank_launcher
 from support.commands import commands
+from support.whole import some
 
 ONE_A_NODE = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "TORCHELASTIC_RUN_ID": "none"}
 SRUN = {"SLURM_JOB_ID": "3042", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1", "SLURM_LOCALID": "0"}
@@ -22,13 +23,13 @@ def test_ranks_of_deepspeeds_launcher_are_found():
     assert rank_launcher(environment) == ("another launcher", "2")
 
 
-@pytest.mark.parametrize(
-    ("launcher", "words", "ranks"),
-    [
-        ("torchrun", ["torch.distributed.run", "--nproc-per-node=2"], "2"),
-        ("accelerate launch", ["accelerate.commands.launch", "--cpu", "--num_processes=2"], "N"),
-    ],
-)
+LAUNCHERS = [
+    ("torchrun", ("torch.distributed.run", "--nproc-per-node=2"), "2"),
+    ("accelerate launch", ("accelerate.commands.launch", "--cpu", "--num_processes=2"), "N"),
+]
+
+
+@pytest.mark.parametrize(("launcher", "words", "ranks"), some(LAUNCHERS, LAUNCHERS[0]))
 def test_a_launcher_around_the_run_is_refused(tmp_path, launcher, words, ranks):
     """Without the package for several nodes, which not everybody has."""
     options = ["--model_family=toy", "--data_backend_config=toy", f"--output_dir={tmp_path / 'run'}", "--without=cluster"]
