@@ -6,6 +6,7 @@ import signal
 import time
 from pathlib import Path
 
+import pytest
 import torch
 from safetensors.torch import load_file
 
@@ -156,3 +157,30 @@ def test_a_single_node_starts_again_after_a_killed_rank_as_often_as_max_restarts
     assert run.codes() == [9], run.outputs()
     assert generations(run.directory) == [(1, 2, 1), (2, 2, 1)], run.outputs()
     assert "the group is not started again: no step since 1 restarts (--max_restarts=1)" in run.outputs()[0]
+
+
+@only_whole(
+    "plugins/cluster/tests/nodes/test_runs.py::"
+    "test_sigterm_to_all_processes_of_a_node_stops_all_nodes_with_the_code_of_a_preemption"
+)
+def test_a_second_signal_to_another_node_during_a_stop_leaves_the_stop_as_it_is(two_nodes, tmp_path):
+    run = elastic(two_nodes, tmp_path / "run", max_train_steps=100_000)
+    run.wait_for_step(2)
+    run.processes[1].send_signal(signal.SIGTERM)
+    run.processes[0].send_signal(signal.SIGTERM)
+    assert run.codes(60) == [6, 6], run.outputs()
+    [saved] = [int(path.name.removeprefix("step-")) for path in RunDirectory(run.directory).checkpoints.glob("step-*")]
+    assert saved == run.step
+
+
+@only_whole("plugins/cluster/tests/nodes/test_elastic.py::test_the_group_continues_without_a_lost_node")
+@pytest.mark.parametrize("lost", [0, 1])
+def test_a_node_that_is_lost_during_a_stop_does_not_make_the_group_start_again(two_nodes, tmp_path, lost):
+    run = elastic(two_nodes, tmp_path / "run", max_train_steps=100_000)
+    run.wait_for_step(2)
+    run.processes[1 - lost].send_signal(signal.SIGTERM)
+    two_nodes.kill(lost)
+    assert run.processes[1 - lost].wait(120) == 9, run.outputs()
+    assert len(generations(run.directory)) == 1
+    [saved] = [int(path.name.removeprefix("step-")) for path in RunDirectory(run.directory).checkpoints.glob("step-*")]
+    assert f"saved step {saved} from rank {1 - lost} before leaving" in run.outputs()[1 - lost]
