@@ -30,7 +30,7 @@ from smalti_testing.ranks import RankProcesses
 from support.imports import import_for_runs
 
 HEAVY = ("smalti_testing.rank", "smalti_testing.strategies")
-PATIENCE = 240.0
+PATIENCE = 480.0
 """Seconds after which a call is given up: many times what any takes on two cores that have other work as well."""
 _LONGEST_ORDER = 2**20
 

@@ -19,7 +19,7 @@ from functools import cache
 from importlib import import_module, invalidate_caches
 from pathlib import Path
 
-from support.forked_ranks import forked_processes
+from support.forked_ranks import PATIENCE, forked_processes
 
 MOST = 4
 IMPORTS = (
@@ -35,7 +35,7 @@ class WarmProcesses:
     """Up to four processes, started when the first run needs them. They end with this one."""
 
     def __init__(self) -> None:
-        self._ranks = forked_processes(ranks=MOST, group=False, seconds=240, imports=IMPORTS)
+        self._ranks = forked_processes(ranks=MOST, group=False, seconds=PATIENCE, imports=IMPORTS)
 
     def train(self, words: Sequence[str], variables: Mapping[str, str]) -> tuple[int, str]:
         """`smalti train WORDS`: the exit code, and all that was printed. Raises RankFailed when one of several ranks fails.
