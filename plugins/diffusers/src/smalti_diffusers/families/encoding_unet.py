@@ -24,6 +24,8 @@ class EncodingUNet(UNet2DConditionModel):
 
     held: ClassVar[Sequence[str]] = ("text_encoder",)
     text_encoder: nn.Module
+    clip_skip = 0
+    """Last layers of the encoder that are left out, where there is one."""
     encoders_learn = True
     """Without, the gradients of the encoders are zeros."""
 
@@ -37,7 +39,7 @@ class EncodingUNet(UNet2DConditionModel):
 
     def encode(self, texts: Conditioning) -> tuple[Tensor, ...]:
         """What the pipeline's `encode_prompt` makes of the token ids (B, L) of each encoder: tokens (B, L, D)."""
-        return (self.text_encoder(texts["ids"])[0],)
+        return (clip_tokens(self.text_encoder, texts["ids"], self.clip_skip),)
 
     def conditions(self, encoded: Sequence[Tensor], named: dict[str, Any]) -> dict[str, Any]:
         """The arguments of the U-Net with what was encoded."""
@@ -51,7 +53,7 @@ class EncodingUNet(UNet2DConditionModel):
         encoded = self.encode(texts)
         for each in () if self.encoders_learn else encoded:
             if each.requires_grad:
-                each.register_hook(zeros_like)
+                cast(Any, each).register_hook(zeros_like)
         return encoded if sample is None else predict(sample, timestep, **self.conditions(encoded, named))
 
 
@@ -73,6 +75,14 @@ class EncodingUNetXL(EncodingUNet):
         tokens, pooled = encoded
         added = {**named["added_cond_kwargs"], "text_embeds": pooled}
         return named | {"encoder_hidden_states": tokens, "added_cond_kwargs": added}
+
+
+def clip_tokens(encoder: nn.Module, ids: Tensor, skipped: int) -> Tensor:
+    """(B, L, D): the states before the last `skipped` layers, normalised as those after them are."""
+    if not skipped:
+        return cast(Tensor, encoder(ids)[0])
+    states = encoder(ids, output_hidden_states=True).hidden_states[-1 - skipped]
+    return cast(Tensor, cast(Any, getattr(encoder, "text_model", encoder)).final_layer_norm(states))
 
 
 class _Flat(nn.Module):

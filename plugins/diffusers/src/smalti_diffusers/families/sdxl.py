@@ -68,7 +68,6 @@ class Sdxl(UNetFamily):
 
     def _tokenised(self, prompts: Sequence[str | None]) -> Conditioning:
         """(B, L) token ids for each encoder, and whether there is a prompt: 0 where the conditioning is zeros."""
-
         texts = [prompt or "" for prompt in prompts]
         given = torch.tensor([float(prompt is not None or not self._zeros_for_empty) for prompt in prompts])
         return {
