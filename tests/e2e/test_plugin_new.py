@@ -31,6 +31,11 @@ class Account:
         command = [self.python, *map(str, words)]
         return subprocess.run(command, env=environment, cwd=self.packages, capture_output=True, text=True, timeout=480)
 
+    def variables(self, home: Path) -> dict[str, str]:
+        """Of a process that stands ready, in which the packages are then installed."""
+        sources = [self.packages / kind / "src" for kind in KINDS]
+        return {"PYTHONPATH": os.pathsep.join(map(str, (self.site, *sources))), "HF_HOME": str(home / "hf")}
+
 
 def create(folder: Path, name: str, kind: str) -> None:
     with pytest.raises(SystemExit, match="0"):
@@ -75,14 +80,25 @@ def test_the_family_trains_resumes_and_samples(account, pictures, tmp_path):
         *("--train_batch_size=4", "--learning_rate=1e-3", "--optimizer=my-optimizer", "--validation_prompt=circle number 1"),
         *("--gradient_accumulation_steps=2", "--use_ema", "--use_cpu"),
     )
-    sources = [account.packages / kind / "src" for kind in KINDS]
-    installed = {"PYTHONPATH": os.pathsep.join(map(str, (account.site, *sources))), "HF_HOME": str(tmp_path / "hf")}
     for steps in (4, 6):
-        code, output = warm_processes().train([*flags, f"--max_train_steps={steps}"], installed)
+        code, output = warm_processes().train([*flags, f"--max_train_steps={steps}"], account.variables(tmp_path))
         assert code == 0, output
     lines = (tmp_path / "run" / "events.jsonl").read_text().splitlines()
     assert [event["step"] for event in map(json.loads, lines) if event["type"] == "step"] == [1, 2, 3, 4, 5, 6]
     assert (tmp_path / "run" / "samples" / "00000006" / "grid.png").is_file()
+
+
+def test_the_term_weighs_images_by_its_column(account, pictures, tmp_path):
+    losses = []
+    for name, keys in (("plain", {}), ("weighed", {"my_term_pixels": 4096})):
+        (tmp_path / f"{name}.json").write_text(json.dumps([{"id": "a", "instance_data_dir": str(pictures), **keys}]))
+        flags = ("--model_family=toy", "--resolution=16", "--max_train_steps=1", "--train_batch_size=1", "--use_cpu")
+        words = [*flags, f"--data_backend_config={tmp_path / name}.json", f"--output_dir={tmp_path / name}"]
+        code, output = warm_processes().train(words, account.variables(tmp_path))
+        assert code == 0, output
+        events = map(json.loads, (tmp_path / name / "events.jsonl").read_text().splitlines())
+        losses += [event["loss"] for event in events if event["type"] == "step"]
+    assert losses[1] / losses[0] == pytest.approx(32 * 32 / 4096, rel=1e-5)
 
 
 def test_what_the_family_cannot_do_is_refused_with_what_to_do(account, pictures, tmp_path):

@@ -136,14 +136,19 @@ def test_losses_and_adapters_are_those_of_one_process(ran, kind, way):
         assert all(event["parts"][name] > 0 for name in ADDED.get(kind, ())), "its image is in each step"
 
 
-KILLED = [*((kind, "one") for kind in KINDS), ("dpo", "ddp"), ("images", "fsdp"), ("prompts", "fsdp"), ("kept", "zero")]
+KILLED = [
+    *((kind, "one") for kind in KINDS),
+    *(("dpo", "ddp"), ("images", "fsdp"), ("prompts", "fsdp"), ("kept", "zero")),
+    *(("images", "shared"), ("kept", "shared")),
+]
 
 
 @pytest.mark.parametrize(("kind", "way"), some(KILLED, ("images", "one")))
 def test_a_killed_run_ends_bit_equal_to_one_that_was_not(ran, root, train, start, given, kind, way):
     undisturbed, folder = ran(kind, way), root / f"{kind}-{way}-killed"
     options = given(kind, way) | {"checkpoint_step_interval": 1, "probe": True}
-    run = start(folder, variables={"PROBE_SPOIL": "sleep:0:2"}, **options)
+    variables = options.pop("variables", {}) | {"PROBE_SPOIL": "sleep:0:2"}
+    run = start(folder, variables=variables, **options)
     while not (folder / "checkpoints/step-00000001/manifest.json").exists():
         assert run.process.poll() is None, run.wait()
         time.sleep(0.05)

@@ -143,6 +143,39 @@ def test_they_stop_on_several_ranks_too(stopped, train, strategy, tmp_path):
     assert all(torch.equal(*pair) for pair in still)
 
 
+def plain(layer):
+    """The name of a layer without the part that some versions of transformers leave out."""
+    return layer.replace("text_model.", "")
+
+
+@pytest.mark.parametrize("format", some(["diffusers", "kohya"], "kohya"))
+def test_an_export_of_encoders_that_stopped_has_them_as_they_stopped(stopped, base, capsys, tmp_path, format):
+    _, run = stopped
+    code, _, error = commands(capsys, "checkpoint", "export")(run, "--raw", "--to", tmp_path / "style", f"--format={format}")
+    assert code == 0, error
+    pipeline = DiffusionPipeline.from_pretrained(base)
+    pipeline.load_lora_weights(tmp_path / "style", adapter_name="style")
+    read = {}
+    for part in ("unet", "text_encoder", "text_encoder_2"):
+        for name, module in getattr(pipeline, part).named_modules():
+            if hasattr(module, "lora_A"):
+                layer = name if part == "unet" else plain(f"{part}.{name}")
+                read[layer] = module.get_delta_weight("style").detach()
+    expected = {}
+    for step, chosen in ((2, True), (4, False)):  # the encoders learned in two steps, the model in four
+        found = tensors(run, step)
+        for name, down in found.items():
+            layer, _, matrix = name.partition(".lora_")
+            if matrix[0] == "A" and name.startswith("text_encoder") == chosen:
+                up = found[name.replace(".lora_A.", ".lora_B.")]
+                expected[plain(layer)] = 2 * (up.flatten(1) @ down.flatten(1)).view(len(up), *down.shape[1:])
+    assert read.keys() == expected.keys()
+    assert len(encoders(expected)) == 4 * 3
+    for layer, change in expected.items():
+        torch.testing.assert_close(read[layer], change, msg=lambda text, layer=layer: f"{layer}: {text}")
+        assert float(change.abs().max()) > 1e-3
+
+
 @pytest.mark.parametrize("format", ["diffusers", "kohya"])
 def test_a_pipeline_with_the_exported_adapter_draws_what_the_run_drew(first, base, capsys, tmp_path, format):
     code, _, error = commands(capsys, "checkpoint", "export")(first, "--to", tmp_path / "style", f"--format={format}")

@@ -1,4 +1,4 @@
-"""What is wrong with the options of an adapter, reported before anything is launched. Imports no torch."""
+"""What is wrong with the options of text encoders and adapters, reported before anything is launched. Imports no torch."""
 
 from __future__ import annotations
 
@@ -7,14 +7,22 @@ from importlib.util import find_spec
 
 from smalti import Config, Problem, UserError
 from smalti.config import LaunchOptions, ModelOptions, OptimizerOptions
-from smalti_diffusers.options import TITLES, LoraOptions, pattern_values
+from smalti_diffusers.options import TITLES, DiffusersOptions, LoraOptions, pattern_values
 
 _OPTION = "base_model_precision"
 
 
 def problems(config: Config) -> list[Problem]:
     """All complaints at once."""
-    return [*_without_adapter(config), *_text_encoders(config), *_kind(config), *_quantisation(config)]
+    return [*_clip_skip(config), *_without_adapter(config), *_text_encoders(config), *_kind(config), *_quantisation(config)]
+
+
+def _clip_skip(config: Config) -> list[Problem]:
+    """Layers to leave out in a family whose pipeline says which ones count."""
+    if not config[DiffusersOptions].clip_skip or config[ModelOptions].model_family in ("sd1x", "sd2x"):
+        return []
+    message = "clip_skip is for Stable Diffusion 1 and 2; in other families the layer is always the same"
+    return [Problem(message=message, where=config.source("clip_skip"), fix="leave --clip_skip out")]
 
 
 def _without_adapter(config: Config) -> list[Problem]:

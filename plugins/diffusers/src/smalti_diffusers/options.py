@@ -82,6 +82,12 @@ class DiffusersOptions(Options):
         help="Scheduler of validation images, with the noise schedule of the model. Default: that of the pipeline.",
         level="advanced",
     )
+    clip_skip: int = option(
+        0,
+        help="Last layers of the text encoder of Stable Diffusion 1 or 2 to leave out. 1 is what ComfyUI calls -2, A1111 2.",
+        level="advanced",
+        ge=0,
+    )
     sdxl_empty_prompt: EmptyPrompt = option(
         "auto",
         help="Embeddings of dropped captions, and of no negative prompt. auto: as force_zeros_for_empty_prompt of "
@@ -145,7 +151,8 @@ class LoraOptions(Options):
     )
     train_text_encoder: bool = option(
         False,
-        help="Also train an adapter of the text encoders, in their attention and where `lora_targets` matches. For SDXL.",
+        help="Also train an adapter of the text encoders, in their attention and where `lora_targets` matches. For Stable "
+        "Diffusion 1, 2 and XL.",
         when="model_type == lora",
         tradeoff="captions are encoded in every step, with gradients, and the encoders stay in memory",
     )
@@ -279,7 +286,9 @@ def _from_init_lora(given: Mapping[str, object]) -> Translation:
         return Translation(problems=[Problem(message=f"--init_lora: {error.message}", fix=fix)])
     notices = []
     if (skipped := header.text_layers) and str(given.get("train_text_encoder", False)).lower() in _OFF:
-        left_out = f"the {skipped} layers of text encoders in the file are left out; --train_text_encoder trains them, for SDXL"
+        left_out = (
+            f"the {skipped} layers of text encoders in the file are left out; --train_text_encoder trains those of SD and SDXL"
+        )
         notices.append(("text encoders", f"are not used: {left_out}"))
     if unused := header.unused:
         notices.append((unused[0], f"is not used, like {len(unused) - 1} other tensors of the file: they are not of a LoRA"))

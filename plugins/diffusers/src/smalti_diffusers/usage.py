@@ -18,19 +18,34 @@ _TIMED = "# a T-LoRA: used with all its ranks at every noise level, so try stren
 _IMPORT = "import torch\nfrom diffusers import DiffusionPipeline"
 
 
+def _noted(family: PipelineFamily, found: list[Usage]) -> list[Usage]:
+    """With what a user has to set after a run that left out layers of the text encoder."""
+    skipped = family.options.clip_skip
+    notes = {
+        "ComfyUI": f"with the node CLIP Set Last Layer at {-1 - skipped}",
+        "diffusers": f"# with clip_skip={skipped} in the call, for which transformers 4 is needed",
+    }
+    return [
+        Usage(tool=each.tool, text=f"{each.text}\n{notes[each.tool.split()[0]]}", needs_run=each.needs_run)
+        if skipped and not each.needs_run
+        else each
+        for each in found
+    ]
+
+
 def pipeline_usages(family: PipelineFamily) -> list[Usage]:
     """Of a complete pipeline."""
     lines = [_IMPORT, _loaded('"{path}"'), _GENERATE]
     found = [Usage(tool="diffusers", text="\n".join(lines))]
     if family.name in FILE_LAYOUTS:
         found.append(Usage(tool="ComfyUI", text="export again with --single_file", needs_run=True))
-    return found
+    return _noted(family, found)
 
 
 def single_file_usages(family: PipelineFamily, name: str) -> list[Usage]:
     """Of a model in one file."""
     folder = "checkpoints" if FILE_LAYOUTS[family.name].vae is not None else "diffusion_models"
-    return [Usage(tool="ComfyUI", text=f"cp {{path}}/{name}.safetensors ComfyUI/models/{folder}/")]
+    return _noted(family, [Usage(tool="ComfyUI", text=f"cp {{path}}/{name}.safetensors ComfyUI/models/{folder}/")])
 
 
 def adapter_usages(family: PipelineFamily, format: Format, name: str) -> list[Usage]:
@@ -56,7 +71,7 @@ def adapter_usages(family: PipelineFamily, format: Format, name: str) -> list[Us
         found.append(Usage(tool=_FORGE[family.name], text=f"cp {{path}}/{name}.safetensors models/Lora/"))
     if family.lora is not None and family.lora.least is not None:
         found = [Usage(tool=each.tool, text=f"{each.text}\n{_TIMED}", needs_run=each.needs_run) for each in found]
-    return found
+    return _noted(family, found)
 
 
 def _base(family: PipelineFamily) -> list[str]:

@@ -76,6 +76,14 @@ KINDS = {
         trial=f"{_TRAIN} --optimizer=$name --learning_rate=1e-4",
         hook=HookSpecs.register_optimizers,
     ),
+    "term": Kind(
+        title="a term of the loss",
+        trial=_TRAIN.replace(
+            "--instance_data_dir=photos",
+            """--datasets='[{"id": "photos", "instance_data_dir": "photos", "${name}_pixels": 1000000}]'""",
+        ),
+        hook=HookSpecs.register_columns,
+    ),
     "format": Kind(
         title="a format of checkpoints",
         trial="smalti checkpoint convert weights --to=converted",

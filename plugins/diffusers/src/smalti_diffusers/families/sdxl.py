@@ -33,9 +33,9 @@ class Sdxl(UNetFamily):
 
     @classmethod
     def build_adaptable(cls, components: Components) -> nn.Module:
-        from smalti_diffusers.families.encoding_unet import EncodingUNet
+        from smalti_diffusers.families.encoding_unet import EncodingUNetXL
 
-        return cast(nn.Module, EncodingUNet.build(components))
+        return cast(nn.Module, EncodingUNetXL.build(components))
 
     @property
     def _zeros_for_empty(self) -> bool:
@@ -68,16 +68,13 @@ class Sdxl(UNetFamily):
 
     def _tokenised(self, prompts: Sequence[str | None]) -> Conditioning:
         """(B, L) token ids for each encoder, and whether there is a prompt: 0 where the conditioning is zeros."""
-
-        def ids(name: str) -> Tensor:
-            tokeniser = getattr(self.encoder, name)
-            texts = [prompt or "" for prompt in prompts]
-            length = tokeniser.model_max_length
-            found = tokeniser(texts, padding="max_length", max_length=length, truncation=True, return_tensors="pt")
-            return to_device(found.input_ids, self.device)
-
+        texts = [prompt or "" for prompt in prompts]
         given = torch.tensor([float(prompt is not None or not self._zeros_for_empty) for prompt in prompts])
-        return {"ids": ids("tokenizer"), "ids_2": ids("tokenizer_2"), "given": to_device(given, self.device)}
+        return {
+            "ids": self.token_ids("tokenizer", texts),
+            "ids_2": self.token_ids("tokenizer_2", texts),
+            "given": to_device(given, self.device),
+        }
 
     def idle_layers(self) -> tuple[str, ...]:
         """The last layer of the first encoder: tokens are those before it, and the pooled caption is the second's."""

@@ -1,17 +1,19 @@
 """A family around the U-Net of Stable Diffusion: trained by the noise schedule of its scheduler, on epsilon or v.
 
-Shapes: B batch, latents (B, C, h, w).
+Shapes: B batch, latents (B, C, h, w), L tokens of a caption.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from inspect import signature
 from typing import ClassVar, cast
 
-from torch import nn
+from torch import Tensor, nn
 
 from smalti import Config, UserError
 from smalti.config import ObjectiveOptions
+from smalti.parallel import to_device
 from smalti_diffusers.families.noiseschedule import check_noise_schedule
 from smalti_diffusers.options import DiffusersOptions
 from smalti_diffusers.pipeline import PipelineFamily
@@ -61,6 +63,13 @@ class UNetFamily(PipelineFamily):
         del model.up_blocks
         model.up_blocks = up
         return model
+
+    def token_ids(self, tokenizer: str, texts: Sequence[str]) -> Tensor:
+        """(B, L) of captions, where the model encodes them."""
+        tokeniser = getattr(self.encoder, tokenizer)
+        length = tokeniser.model_max_length
+        found = tokeniser(list(texts), padding="max_length", max_length=length, truncation=True, return_tensors="pt")
+        return to_device(found.input_ids, self.device)
 
     def image_tokens(self, width: int, height: int) -> int:
         """Of the largest stage with attention: one for each position, after the halvings before it."""

@@ -22,6 +22,8 @@ from smalti_diffusers.sources.components import PartWeights
 
 KOHYA = {"text_encoder": "lora_te1", "text_encoder_2": "lora_te2"}
 """The text encoders of SDXL -> how the names of their layers begin in kohya's format."""
+KOHYA_ONE = "lora_te"
+"""The same of the encoder of a model that has one."""
 CLIP = "text_model."
 TARGETS = ("q_proj", "k_proj", "v_proj", "out_proj")
 """Layers of an encoder that get an adapter, as in the scripts of diffusers."""
@@ -73,12 +75,14 @@ class EncoderRates:
 def spellings(layer: str) -> list[str]:
     """Every name that a layer of an encoder can have in a file; the first is that of diffusers."""
     part, _, own = layer.partition(".")
-    return [layer, f"{part}.{own.removeprefix(CLIP)}", kohya_name(layer)]
+    alone = [kohya_name(layer, alone=True)] if part == "text_encoder" else []
+    return [layer, f"{part}.{own.removeprefix(CLIP)}", kohya_name(layer), *alone]
 
 
-def kohya_name(layer: str) -> str:
+def kohya_name(layer: str, *, alone: bool = False) -> str:
+    """The name in kohya's format, of the encoder of a model that has one if it is `alone`."""
     part, _, own = layer.partition(".")
-    return f"{KOHYA[part]}_{own.replace('.', '_')}"
+    return f"{KOHYA_ONE if alone else KOHYA[part]}_{own.replace('.', '_')}"
 
 
 class JoinedWeights:

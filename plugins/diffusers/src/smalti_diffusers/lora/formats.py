@@ -271,8 +271,11 @@ def original_layers(model: nn.Module, config: Mapping[str, object]) -> dict[str,
     }
 
 
-def kohya_name(layer: str) -> str:
-    return kohya_name_in_encoder(layer) if encoder_of(layer) else "lora_unet_" + layer.replace(".", "_")
+def kohya_name(layer: str, model: nn.Module) -> str:
+    """Of a layer of this model, which may hold text encoders."""
+    if encoder_of(layer):
+        return kohya_name_in_encoder(layer, alone=not hasattr(model, "text_encoder_2"))
+    return "lora_unet_" + layer.replace(".", "_")
 
 
 def _kohya(
@@ -294,7 +297,7 @@ def _kohya(
         if not adapted:
             continue
         written.update(each.name for each in adapted)
-        name = kohya_name(original)
+        name = kohya_name(original, adapter.model)
         if adapter.kind in ("lokr", "loha"):
             if len(members) > 1:
                 raise UserError(

@@ -289,7 +289,10 @@ def _encoders(found: Values, kind: str, family: str, result: Imported) -> None:
     if not any(each.read(switch) for each in used.values()):
         return
     if kind != "lora" or family != "sdxl":
-        why, fix = "text encoders are trained for SDXL only, by an adapter", "train_text_encoder = true for a LoRA of SDXL"
+        why, fix = (
+            "text encoders are trained for SD 1, SD 2 and SDXL only, by an adapter",
+            "train_text_encoder = true for a LoRA of SDXL",
+        )
         result.leave(train.place, why, fix=fix, value=train.value)
         return
     result.add("train_text_encoder", True, train.place)

@@ -69,7 +69,7 @@ OPTIONS: tuple[Rule, ...] = (
     option("network_dim", "lora_rank", whole, default=4),
     option("network_alpha", "lora_alpha", number, default=1),
     read("network_args", "lora_targets", "loraplus_lr_ratio", note="by default, all linear layers of the blocks, as there"),
-    read("network_train_unet_only", "train_text_encoder", note="off by default there; text encoders are trained for SDXL only"),
+    read("network_train_unet_only", "train_text_encoder", note="off by default there; those of SD and SDXL can be trained"),
     read(
         "text_encoder_lr",
         "text_encoder_lr",
@@ -175,7 +175,7 @@ OPTIONS: tuple[Rule, ...] = (
         - both text encoders have one learning rate here | text_encoder_lr1 text_encoder_lr2 | text_encoder_lr
         - complete text encoders are not trained here | learning_rate_te learning_rate_te1 learning_rate_te2 train_text_encoder
         - text encoders are not trained alone | network_train_text_encoder_only | train_text_encoder trains them with the model
-        - text encoders other than those of SDXL are not trained here | train_t5xxl
+        - T5 is not trained here | train_t5xxl
         - offset noise and its relatives are not supported | noise_offset multires_noise_iterations ip_noise_gamma
           adaptive_noise_scale | leave it out; rescale_betas_zero_snr with v_prediction is the exact way to dark and bright
           images

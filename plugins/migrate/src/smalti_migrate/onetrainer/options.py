@@ -12,7 +12,7 @@ from smalti_migrate.onetrainer.data import datasets_of, samples_of, without_conc
 from smalti_migrate.onetrainer.layers import add_layers
 from smalti_migrate.rules import Found, Imported, Values, attempt, convert_options, source_text
 
-_ENCODERS = "text encoders are trained for SDXL only, by an adapter"
+_ENCODERS = "text encoders are trained for SD 1, SD 2 and SDXL only, by an adapter"
 _STOPS = {"": 30, "_unit": "EPOCH"}
 _STOP_OPTIONS = dict(zip(("EPOCH", "STEP"), tables.STOPPED, strict=True))
 
