@@ -7,6 +7,7 @@ from smalti_diffusers.families.tokens import pack
 MAKERS = {
     "flux": ("flux", tiny.flux, {}),
     "flux schnell": ("flux", tiny.flux, {"guidance": False}),
+    "chroma": ("chroma", tiny.chroma, {}),
     "flux2 klein": ("flux2", tiny.flux2, {}),
     "flux2 klein distilled": ("flux2", tiny.flux2, {"distilled": True}),
     "flux2 dev": ("flux2", tiny.flux2, {"dev": True}),
@@ -32,7 +33,7 @@ EMPTY = [""] * len(PROMPTS)
 SIZE = (96, 64)
 GUIDANCE = 3.5
 # What pipelines take as latents, where that is not what smalti calls so.
-GIVEN = {"flux": pack, "qwen_image": pack}
+GIVEN = {"flux": pack, "chroma": pack, "qwen_image": pack}
 # What a run says to the pipeline where the pipeline's own default would be another one.
 TOLD = {
     "flux schnell": {"max_sequence_length": 256},
