@@ -43,3 +43,16 @@ TOLD = {
     "qwen image": {"true_cfg_scale": GUIDANCE, "negative_prompt": [" "] * len(PROMPTS)},
     "z image": {"guidance_scale": GUIDANCE - 1},
 }
+
+
+def masked(pipeline):
+    """The pipeline; that of Chroma with masks that mask: attention adds numbers to its scores (diffusers, issue 13619)."""
+    if type(pipeline).__name__ == "ChromaPipeline":
+        encode = pipeline.encode_prompt
+
+        def with_booleans(*given, **named):
+            found = enumerate(encode(*given, **named))
+            return tuple(each.bool() if number in (2, 5) and each is not None else each for number, each in found)
+
+        pipeline.encode_prompt = with_booleans
+    return pipeline

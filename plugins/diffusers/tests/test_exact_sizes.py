@@ -11,6 +11,7 @@ from published import published
 
 from smalti.models import dry_run
 from smalti_diffusers.families.auraflow import AuraFlow
+from smalti_diffusers.families.chroma import Chroma
 from smalti_diffusers.families.flux import Flux
 from smalti_diffusers.families.flux2 import Flux2
 from smalti_diffusers.families.lumina2 import Lumina2
@@ -31,6 +32,7 @@ from support.whole import some
 
 MODELS = {
     "flux dev": (Flux, "dev"),
+    "chroma": (Chroma, "hd"),
     "flux2 klein 4b": (Flux2, "klein-base-4b"),
     "flux2 klein 9b": (Flux2, "klein-base-9b"),
     "flux2 dev": (Flux2, "dev"),
@@ -50,6 +52,7 @@ MODELS = {
 }
 KEPT = (
     "flux dev",
+    "chroma",
     "flux2 dev",
     "sd3.5 medium",
     "pixart sigma",
@@ -62,6 +65,7 @@ KEPT = (
 """One of each family."""
 PARAMETERS = {
     "flux dev": 11_901_408_320,
+    "chroma": 8_899_983_424,
     "flux2 klein 4b": 3_875_544_576,
     "flux2 klein 9b": 9_078_581_248,
     "flux2 dev": 32_223_281_152,

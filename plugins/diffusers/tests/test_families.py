@@ -10,7 +10,7 @@ import pytest
 import torch
 from diffusers import DiffusionPipeline
 from diffusers.pipelines.flux.pipeline_flux import calculate_shift
-from kinds import EMPTY, GIVEN, GUIDANCE, MAKERS, PROMPTS, SIZE, TOLD
+from kinds import EMPTY, GIVEN, GUIDANCE, MAKERS, PROMPTS, SIZE, TOLD, masked
 
 from smalti import UserError
 from smalti.config.resolution import resolve
@@ -21,6 +21,7 @@ from smalti.plugins.discovery import load_plugins
 from smalti.plugins.lookup import find_family
 from smalti.plugins.schema import schema_of
 from smalti.training.loss import denoising_loss
+from smalti_diffusers.families.chroma import Chroma
 from smalti_diffusers.families.flux2 import Flux2
 from smalti_diffusers.families.lumina2 import Lumina2
 from smalti_diffusers.families.sana import Sana
@@ -62,10 +63,8 @@ VARIANTS = ("flux schnell", "flux2 klein distilled", "sd3.5")
 def drawn(request, family_of):
     """A family, its model, and what its pipeline calls that model with while it draws two pictures in two steps."""
     family = family_of(request.param, f"--flux_guidance_value={GUIDANCE}")
-    pipeline = DiffusionPipeline.from_pretrained(family.components.folder)
+    pipeline = masked(DiffusionPipeline.from_pretrained(family.components.folder))
     pipeline.set_progress_bar_config(disable=True)
-    if family.name == "chroma":
-        pipeline.encode_prompt = with_boolean_masks(pipeline.encode_prompt)
     calls = []
     model = pipeline.components[family.part]
     hook = model.register_forward_pre_hook(
@@ -93,13 +92,6 @@ def drawn(request, family_of):
     captions = CALLS.get(request.param, [EMPTY + PROMPTS])
     timesteps, prediction = pipeline.scheduler.timesteps, unpacked(told[0], noise)
     return Drawn(family, model, noise, captions, calls, timesteps, prediction, latents, pictures)
-
-
-def with_boolean_masks(encode):
-    """What encodes prompts of Chroma, with masks that mask: attention adds numbers to its scores (diffusers, issue 12116)."""
-    return lambda *given, **named: tuple(
-        each.bool() if number in (2, 5) and each is not None else each for number, each in enumerate(encode(*given, **named))
-    )
 
 
 @dataclass(frozen=True)
@@ -303,6 +295,21 @@ def test_the_tokenizer_of_flux2_dev_is_refused_where_it_cannot_be_made(family_of
     (folder / "model_index.json").write_text(json.dumps(index))
     with pytest.raises(UserError, match="which transformers makes only with torchvision"):
         Flux2(Components(folder), DiffusersOptions())
+
+
+def test_a_scheduler_that_needs_a_package_is_refused_without_it(family_of, tmp_path, monkeypatch):
+    folder = shutil.copytree(family_of("chroma").components.folder, tmp_path / "base")
+    config = json.loads((folder / "scheduler" / "scheduler_config.json").read_text())
+    (folder / "scheduler" / "scheduler_config.json").write_text(json.dumps(config | {"use_beta_sigmas": True}))
+    monkeypatch.setattr("smalti_diffusers.families.chroma.find_spec", lambda name: None)
+    with pytest.raises(UserError, match="needs scipy"):
+        Chroma(Components(folder), DiffusersOptions())
+
+
+def test_the_modulation_of_chroma_never_trains(family_of):
+    model = family_of("chroma", "--model_type=full").build_model()
+    frozen = {name.partition(".")[0] for name, each in model.named_parameters() if not each.requires_grad}
+    assert frozen == {"distilled_guidance_layer"}
 
 
 def test_a_pipeline_with_the_former_name_of_its_class_is_the_same(family_of, tmp_path):

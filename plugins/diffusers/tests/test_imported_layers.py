@@ -53,6 +53,7 @@ ONETRAINER = {
     "sd3": ("STABLE_DIFFUSION_35", 341),
     "flux": ("FLUX_DEV_1", 504),
     "flux2": ("FLUX_2", 109),
+    "chroma": ("CHROMA_1", 433),
     "pixart": ("PIXART_SIGMA", 287),
     "sana": ("SANA", 207),
     "qwen_image": ("QWEN", 846),

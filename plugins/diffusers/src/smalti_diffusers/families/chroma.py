@@ -6,15 +6,20 @@ Shapes: B batch, latents (B, C, h, w), L text tokens, N image tokens.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from importlib.util import find_spec
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
+from smalti import Config, UserError
 from smalti.diffusion import Conditioning
+from smalti.models import is_dry_run
 from smalti_diffusers.families.captions import Mask, TokenRows
 from smalti_diffusers.families.tokens import PACKED, positions
 from smalti_diffusers.families.transformer import JOINT_ATTENTION, TransformerFamily
+from smalti_diffusers.options import DiffusersOptions
+from smalti_diffusers.sources.components import Components
 
 _MODULATION = "distilled_guidance_layer"
 """The network that makes the modulation of all blocks. It was distilled once and stays frozen, as in the authors' training."""
@@ -37,6 +42,11 @@ class Chroma(TransformerFamily):
     }
     max_length = 512
     encode_arguments = {"do_classifier_free_guidance": False}
+
+    def __init__(self, components: Components, options: DiffusersOptions, config: Config | None = None) -> None:
+        super().__init__(components, options, config)
+        if components.config("scheduler").get("use_beta_sigmas") and find_spec("scipy") is None and not is_dry_run():
+            raise UserError(f"the scheduler of {components.folder} needs scipy", fix="pip install scipy")
 
     def build_base(self) -> nn.Module:
         model = super().build_base()
@@ -64,7 +74,7 @@ class Chroma(TransformerFamily):
 
 
 class _Recomputed:
-    """Runs blocks whose activations are recomputed. Single blocks get the mask too, which diffusers gives to the others only."""
+    """Runs blocks that recompute activations. Single blocks get the mask too, which diffusers gives to the others only."""
 
     def __init__(self, run: Callable[..., object]) -> None:
         self._run = run

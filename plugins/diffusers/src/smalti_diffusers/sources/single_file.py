@@ -52,6 +52,7 @@ _SD1 = FileLayout(
 )
 FILE_LAYOUTS: Mapping[str, FileLayout] = {
     "auraflow": FileLayout(),
+    "chroma": FileLayout(),
     "flux": FileLayout(),
     "flux2": FileLayout(),
     "lumina2": FileLayout(),
