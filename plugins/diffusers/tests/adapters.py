@@ -28,6 +28,7 @@ RANK, ALPHA = 4, 6.0
 FAMILIES = (
     "auraflow",
     "chroma",
+    "ernie_image",
     "flux",
     "flux2",
     "lumina2",

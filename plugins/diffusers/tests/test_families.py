@@ -129,7 +129,10 @@ class Drawn:
 
 
 def unpadded(inputs):
-    """Without what Qwen-Image's texts are padded with to a multiple of 64 tokens, and the mask where the model takes it."""
+    """Without what texts are padded with to a multiple of 64 tokens, and Qwen-Image's mask where the model takes it."""
+    if "text_lens" in inputs:
+        assert inputs["text_bth"].shape[1] == 64
+        return inputs | {"text_bth": inputs["text_bth"][:, : int(inputs["text_lens"].max())]}
     if (mask := (inputs.pop("attention_kwargs", None) or {}).get("encoder_hidden_states_mask")) is None:
         return inputs
     assert mask.shape[1] == 64
@@ -236,13 +239,14 @@ def test_times_are_moved_towards_noise_as_the_pipelines_scheduler_moves_them(fam
 
 def test_an_image_counts_as_many_tokens_as_the_blocks_are_given(drawn):
     """Z-Image's first block is given them padded to a multiple of 32."""
-    lengths, names = [], ("noise_refiner.0", "transformer_blocks.0", "joint_transformer_blocks.0")
+    lengths, names = [], ("noise_refiner.0", "transformer_blocks.0", "joint_transformer_blocks.0", "x_embedder")
     model = drawn.built()
-    block = next(module for name, module in model.named_modules() if name in names)
+    block = next(module for name, module in reversed(list(model.named_modules())) if name in names)
 
     def note(module, arguments, keywords):
         states = signature(type(module).forward).bind(module, *arguments, **keywords).arguments
-        lengths.append(states.get("hidden_states", states.get("x")).shape[1])
+        given = states.get("hidden_states", states.get("x"))
+        lengths.append(given.shape[1] if given.ndim == 3 else given.shape[2:].numel())
 
     hook = block.register_forward_pre_hook(note, with_kwargs=True)
     with torch.no_grad():
@@ -362,6 +366,7 @@ def contract(kind, length=24):
 
 TestFlux = contract("flux")
 TestChroma = contract("chroma")
+TestErnieImage = contract("ernie image")
 TestFlux2 = contract("flux2 klein")
 TestStableDiffusion3 = contract("sd3.5")
 TestPixArt = contract("pixart alpha")

@@ -1,18 +1,20 @@
 """Whole pipelines of a few hundred thousand parameters in diffusers' layout, tokenizers included, with random weights."""
 
 from pathlib import Path
+from string import printable
 
 import torch
 from diffusers import (
     AuraFlowPipeline,
     AuraFlowTransformer2DModel,
     AutoencoderDC,
-    AutoencoderKLFlux2,
     AutoencoderKLQwenImage,
     ChromaPipeline,
     ChromaTransformer2DModel,
     DDIMScheduler,
     DPMSolverMultistepScheduler,
+    ErnieImagePipeline,
+    ErnieImageTransformer2DModel,
     EulerDiscreteScheduler,
     FlowMatchEulerDiscreteScheduler,
     Flux2KleinPipeline,
@@ -44,6 +46,7 @@ from tiny_parts import (
     clip_tokenizer,
     gemma_config,
     gemma_tokenizer,
+    patch_vae,
     qwen_tokenizer,
     t5_encoder,
     t5_tokenizer,
@@ -55,6 +58,7 @@ from transformers import (
     Gemma2Model,
     Mistral3Config,
     Mistral3ForConditionalGeneration,
+    Mistral3Model,
     Qwen2_5_VLConfig,
     Qwen2_5_VLForConditionalGeneration,
     Qwen3Config,
@@ -135,19 +139,9 @@ def flux2(folder: Path, *, dev: bool = False, distilled: bool = False) -> Path:
         axes_dims_rope=(4, 4, 4, 4),
         guidance_embeds=dev,
     )
-    autoencoder = AutoencoderKLFlux2(
-        block_out_channels=(16, 16, 32),
-        down_block_types=("DownEncoderBlock2D",) * 3,
-        up_block_types=("UpDecoderBlock2D",) * 3,
-        layers_per_block=1,
-        latent_channels=4,
-        norm_num_groups=8,
-    )
-    autoencoder.bn.running_mean.uniform_(-1, 1)
-    autoencoder.bn.running_var.uniform_(0.5, 4)
     (Flux2Pipeline if dev else Flux2KleinPipeline)(
         scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0, use_dynamic_shifting=True),
-        vae=autoencoder,
+        vae=patch_vae(),
         text_encoder=Mistral3ForConditionalGeneration(
             Mistral3Config(text_config={"model_type": "mistral"} | text, vision_config={"model_type": "pixtral"} | vision)
         )
@@ -156,6 +150,37 @@ def flux2(folder: Path, *, dev: bool = False, distilled: bool = False) -> Path:
         tokenizer=tokenizer,
         transformer=transformer,
         **({} if dev else {"is_distilled": distilled}),
+    ).save_pretrained(folder)
+    return folder
+
+
+def ernie_image(folder: Path) -> Path:
+    """ERNIE-Image, without the model that rewrites prompts."""
+    torch.manual_seed(0)
+    text = {"vocab_size": 5 + len(printable), "num_hidden_layers": 3, "num_key_value_heads": 1, "head_dim": 16}
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2}
+    vision = sizes | {"num_hidden_layers": 1, "head_dim": 16}
+    transformer = ErnieImageTransformer2DModel(
+        hidden_size=32,
+        num_attention_heads=2,
+        num_layers=2,
+        ffn_hidden_size=48,
+        in_channels=16,
+        out_channels=16,
+        text_in_dim=24,
+        rope_axes_dim=(4, 6, 6),
+    )
+    ErnieImagePipeline(
+        scheduler=FlowMatchEulerDiscreteScheduler(shift=4.0),
+        vae=patch_vae(),
+        text_encoder=Mistral3Model(
+            Mistral3Config(
+                text_config={"model_type": "ministral3"} | sizes | text | {"hidden_size": 24},
+                vision_config={"model_type": "pixtral"} | vision,
+            )
+        ),
+        tokenizer=gemma_tokenizer(),
+        transformer=transformer,
     ).save_pretrained(folder)
     return folder
 
