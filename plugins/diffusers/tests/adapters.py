@@ -28,7 +28,7 @@ RANK, ALPHA = 4, 6.0
 FAMILIES = (
     "auraflow",
     "chroma",
-    "ernie_image",
+    "ernie",
     "flux",
     "flux2",
     "lumina2",

@@ -45,6 +45,13 @@ def chroma(c, n, m):
     return ends + modulation + (c.num_layers + c.num_single_layers) * (24 * t * d * d + attention(t, t, d))
 
 
+def ernie(c, n, m):
+    d, t, patch = c.hidden_size, n + m, c.patch_size**2
+    ends = linear(n, patch * c.in_channels, d) + linear(m, c.text_in_dim, d) + linear(t, d, patch * c.out_channels)
+    once = embedded(d, d) + linear(1, d, 6 * d) + linear(1, d, 2 * d)
+    return ends + once + c.num_layers * (linear(t, d, 4 * d + 3 * c.ffn_hidden_size) + attention(t, t, d))
+
+
 def flux2(c, n, m):
     d, t = width_of(c), n + m
     ends = linear(n, c.in_channels, d) + linear(m, c.joint_attention_dim, d) + linear(n, d, c.out_channels or c.in_channels)

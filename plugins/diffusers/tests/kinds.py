@@ -8,7 +8,7 @@ MAKERS = {
     "flux": ("flux", tiny.flux, {}),
     "flux schnell": ("flux", tiny.flux, {"guidance": False}),
     "chroma": ("chroma", tiny.chroma, {}),
-    "ernie image": ("ernie_image", tiny.ernie_image, {}),
+    "ernie": ("ernie", tiny.ernie, {}),
     "flux2 klein": ("flux2", tiny.flux2, {}),
     "flux2 klein distilled": ("flux2", tiny.flux2, {"distilled": True}),
     "flux2 dev": ("flux2", tiny.flux2, {"dev": True}),

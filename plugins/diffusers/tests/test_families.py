@@ -366,7 +366,7 @@ def contract(kind, length=24):
 
 TestFlux = contract("flux")
 TestChroma = contract("chroma")
-TestErnieImage = contract("ernie image")
+TestErnie = contract("ernie")
 TestFlux2 = contract("flux2 klein")
 TestStableDiffusion3 = contract("sd3.5")
 TestPixArt = contract("pixart alpha")

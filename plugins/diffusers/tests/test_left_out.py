@@ -46,7 +46,7 @@ LEFT_OUT = {
     ),
     "nobody has written its family yet": (
         *("AnimaModular", "Bria(Fibo|Fibo2)?", "CogView3Plus", "CogView4", "Cosmos2TextToImage"),
-        *("DreamLite(Mobile)?", "ErnieImage", "Flux3Modular", "GlmImage", "HiDreamImage", "HunyuanDiT", "HunyuanImage"),
+        *("DreamLite(Mobile)?", "Flux3Modular", "GlmImage", "HiDreamImage", "HunyuanDiT", "HunyuanImage"),
         *("Ideogram4", "Kandinsky5T2I", "Kolors", "Krea2", "LongCatImage", "Lumina", "NucleusMoEImage", "OmniGen"),
         *("OvisImage", "PRX(Pixel)?", "QwenImage21"),
     ),

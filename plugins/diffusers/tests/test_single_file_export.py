@@ -30,6 +30,7 @@ KNOWN = {
     "sdxl": ("model.diffusion_model.input_blocks.0.0.weight", "conditioner.embedders.1.model.text_projection"),
     "flux": ("double_blocks.0.img_attn.norm.key_norm.scale", "single_blocks.1.linear1.weight"),
     "chroma": ("distilled_guidance_layer.norms.0.scale", "double_blocks.0.img_attn.qkv.weight"),
+    "ernie": ("layers.0.self_attention.to_q.weight", "text_proj.weight"),
     "flux2": ("single_stream_modulation.lin.weight", "double_blocks.0.txt_attn.qkv.weight"),
     "sd3": (
         "model.diffusion_model.joint_blocks.0.context_block.adaLN_modulation.1.bias",

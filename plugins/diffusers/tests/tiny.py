@@ -154,7 +154,7 @@ def flux2(folder: Path, *, dev: bool = False, distilled: bool = False) -> Path:
     return folder
 
 
-def ernie_image(folder: Path) -> Path:
+def ernie(folder: Path) -> Path:
     """ERNIE-Image, without the model that rewrites prompts."""
     torch.manual_seed(0)
     text = {"vocab_size": 5 + len(printable), "num_hidden_layers": 3, "num_key_value_heads": 1, "head_dim": 16}
@@ -170,8 +170,11 @@ def ernie_image(folder: Path) -> Path:
         text_in_dim=24,
         rope_axes_dim=(4, 6, 6),
     )
+    for parameter in transformer.parameters():
+        if not parameter.any():  # zeros would hide everything
+            torch.nn.init.normal_(parameter, std=0.2)
     ErnieImagePipeline(
-        scheduler=FlowMatchEulerDiscreteScheduler(shift=4.0),
+        scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0),
         vae=patch_vae(),
         text_encoder=Mistral3Model(
             Mistral3Config(

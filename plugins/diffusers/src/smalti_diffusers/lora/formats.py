@@ -57,6 +57,7 @@ class Tools:
 TOOLS: Mapping[str, Tools] = {
     "auraflow": Tools(comfyui="diffusers", kohya=False),
     "chroma": Tools(comfyui="diffusers", kohya=True, module="networks.lora_flux"),
+    "ernie": Tools(comfyui="kohya", kohya=False, original=False),
     "flux": Tools(comfyui="diffusers", kohya=True, module="networks.lora_flux"),
     "flux2": Tools(comfyui="diffusers", kohya=True, module="networks.lora_flux_2"),
     "lumina2": Tools(comfyui="kohya", kohya=True, module="networks.lora_lumina"),

@@ -303,6 +303,7 @@ LAYOUTS: Mapping[str, Callable[[Config], Table]] = {
     "AuraFlowTransformer2DModel": lambda config: _AURAFLOW,
     "AutoencoderKL": _vae,
     "ChromaTransformer2DModel": lambda config: _CHROMA,
+    "ErnieImageTransformer2DModel": lambda config: {},
     "Flux2Transformer2DModel": lambda config: _FLUX2,
     "FluxTransformer2DModel": lambda config: _FLUX,
     "Lumina2Transformer2DModel": lambda config: _LUMINA2,

@@ -53,6 +53,7 @@ _SD1 = FileLayout(
 FILE_LAYOUTS: Mapping[str, FileLayout] = {
     "auraflow": FileLayout(),
     "chroma": FileLayout(),
+    "ernie": FileLayout(),
     "flux": FileLayout(),
     "flux2": FileLayout(),
     "lumina2": FileLayout(),

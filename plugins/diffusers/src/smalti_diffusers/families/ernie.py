@@ -5,11 +5,12 @@ Shapes: B batch, latents (B, C, h, w), L text tokens.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 
 from smalti.diffusion import Conditioning
 from smalti.models import SampleRequest
@@ -28,8 +29,8 @@ class ErnieAutoencoder(PatchAutoencoder):
     epsilon = 1e-5
 
 
-class ErnieImage(TransformerFamily):
-    name = "ernie_image"
+class Ernie(TransformerFamily):
+    name = "ernie"
     pipeline = "ErnieImagePipeline"
     blocks = ("ErnieImageSharedAdaLNBlock",)
     autoencoder = ErnieAutoencoder
@@ -62,11 +63,26 @@ class ErnieImage(TransformerFamily):
         given = super().inputs(noisy, timesteps, {"tokens": tokens})
         return given | {"text_lens": beside(conditioning["mask"], noisy.device).sum(dim=1)}
 
+    def _pipeline(self, has: Callable[[str], bool]) -> object:
+        """Its own way to pad waits for the device, and needs values where memory is counted."""
+        pipeline = super()._pipeline(has)
+        cast(Any, pipeline)._pad_text = _padded
+        return pipeline
+
     def prompts(self, conditioning: Conditioning, unconditional: Conditioning) -> dict[str, object]:
         return {"prompt_embeds": unpadded(conditioning), "negative_prompt_embeds": unpadded(unconditional)}
 
     def sampling(self, request: SampleRequest) -> dict[str, object]:
         return {}
+
+
+def _padded(
+    text_hiddens: Sequence[Tensor], device: torch.device, dtype: torch.dtype, text_in_dim: int
+) -> tuple[Tensor, Tensor]:
+    """(B, L, text_in_dim) with zeros behind each of the texts (L, text_in_dim), and their lengths (B,)."""
+    lengths = [len(row) for row in text_hiddens]
+    rows = [pad(row.to(device, dtype), (0, 0, 0, max(lengths) - len(row))) for row in text_hiddens]
+    return torch.stack(rows), torch.tensor(lengths, device=device)
 
 
 def _embed_on_meta(embedding: nn.Module) -> None:
