@@ -80,6 +80,16 @@ def test_comfyui_knows_every_layer_by_its_name_in_diffusers(adapter, tmp_path, n
         torch.testing.assert_close(up @ down, delta)
 
 
+def test_comfyui_reads_ernie_by_the_names_of_its_own_state_dict(adapter, tmp_path):
+    """Which are those of diffusers, after a prefix: under `transformer.` it knows none of them."""
+    made = adapter("ernie")
+    found = tensors(made.export(tmp_path / "style", format="comfyui"))
+    assert {key.partition(".")[0] for key in found} == {f"lora_unet_{layer.replace('.', '_')}" for layer in made.deltas}
+    for layer, delta in made.deltas.items():
+        down, up, alpha = (found[f"{kohya_name(layer)}.{part}"] for part in ("lora_down.weight", "lora_up.weight", "alpha"))
+        torch.testing.assert_close(up @ down * (alpha / len(down)), delta)
+
+
 class Original(dict):
     """Tensors of an original checkpoint: those that were not given, such as norms, are zeros."""
 

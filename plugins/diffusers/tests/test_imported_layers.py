@@ -54,6 +54,7 @@ ONETRAINER = {
     "flux": ("FLUX_DEV_1", 504),
     "flux2": ("FLUX_2", 109),
     "chroma": ("CHROMA_1", 433),
+    "ernie": ("ERNIE", 259),
     "pixart": ("PIXART_SIGMA", 287),
     "sana": ("SANA", 207),
     "qwen_image": ("QWEN", 846),

@@ -9,6 +9,7 @@ from smalti_migrate.simpletuner.rules import is_empty, plain
 FLAVOURS: Mapping[str, Mapping[str, tuple[str, str]]] = {
     "auraflow": {"v0.1": ("0.1", ""), "v0.2": ("0.2", ""), "v0.3": ("0.3", "")},
     "chroma": {"base": ("", "lodestones/Chroma1-Base"), "flash": ("", "lodestones/Chroma1-Flash")},
+    "ernie": {"turbo": ("", "baidu/ERNIE-Image-Turbo")},
     "flux": {
         "krea": ("", "black-forest-labs/FLUX.1-Krea-dev"),
         "fluxbooru": ("", "terminusresearch/fluxbooru-v0.3"),
