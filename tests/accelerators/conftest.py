@@ -25,6 +25,8 @@ COMMON = {
 }
 PIPELINE_MODULES = {
     "auraflow": "diffusers.pipelines.aura_flow.pipeline_aura_flow",
+    "chroma": "diffusers.pipelines.chroma.pipeline_chroma",
+    "ernie": "diffusers.pipelines.ernie_image.pipeline_ernie_image",
     "flux": "diffusers.pipelines.flux.pipeline_flux",
     "flux2": "diffusers.pipelines.flux2.pipeline_flux2_klein",
     "lumina2": "diffusers.pipelines.lumina2.pipeline_lumina2",

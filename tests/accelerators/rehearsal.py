@@ -89,6 +89,7 @@ def encoded(words: Sequence[str], pipelines: Path, name: str, folder: Path) -> N
     `pipelines` is the file that makes it.
     """
     import importlib.util
+    import sys
 
     from smalti.cli.arguments import CommandLine
     from smalti.data.encoded import encode_ahead
@@ -100,6 +101,7 @@ def encoded(words: Sequence[str], pipelines: Path, name: str, folder: Path) -> N
     from smalti.training.periodic import periodic_work
     from smalti.types import World
 
+    sys.path.insert(0, str(pipelines.parent))
     spec = importlib.util.spec_from_file_location("tiny", pipelines)
     tiny = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(tiny)

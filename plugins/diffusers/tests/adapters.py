@@ -25,7 +25,22 @@ from smalti_testing.family_subject import FamilySubject
 from smalti_testing.strategies import SingleRank
 
 RANK, ALPHA = 4, 6.0
-FAMILIES = ("auraflow", "flux", "flux2", "lumina2", "pixart", "qwen_image", "sana", "sd1x", "sd2x", "sd3", "sdxl", "z_image")
+FAMILIES = (
+    "auraflow",
+    "chroma",
+    "ernie",
+    "flux",
+    "flux2",
+    "lumina2",
+    "pixart",
+    "qwen_image",
+    "sana",
+    "sd1x",
+    "sd2x",
+    "sd3",
+    "sdxl",
+    "z_image",
+)
 
 
 def family(name, base, *flags):

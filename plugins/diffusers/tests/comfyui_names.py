@@ -7,12 +7,15 @@ _FLUX = (
     r"transformer_blocks\.\d+\.attn\.(to_q|to_k|to_v|to_out\.0|add_q_proj|add_k_proj|add_v_proj|to_add_out)",
     r"transformer_blocks\.\d+\.(norm1|norm1_context)\.linear",
 )
+_FLUX_1 = (
+    *_FLUX,
+    r"transformer_blocks\.\d+\.(ff|ff_context)\.net\.(0\.proj|2)",
+    r"single_transformer_blocks\.\d+\.(attn\.(to_q|to_k|to_v)|proj_mlp|proj_out|norm\.linear)",
+)
 KNOWN = {
-    "flux": (
-        *_FLUX,
-        r"transformer_blocks\.\d+\.(ff|ff_context)\.net\.(0\.proj|2)",
-        r"single_transformer_blocks\.\d+\.(attn\.(to_q|to_k|to_v)|proj_mlp|proj_out|norm\.linear)",
-    ),
+    "flux": _FLUX_1,
+    # Its class is a subclass of that of Flux.1.
+    "chroma": _FLUX_1,
     "flux2": (
         *_FLUX,
         r"transformer_blocks\.\d+\.(ff|ff_context)\.linear_(in|out)",

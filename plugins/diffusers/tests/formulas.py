@@ -37,6 +37,21 @@ def flux(c, n, m):
     return ends + once + modulation + (c.num_layers + c.num_single_layers) * (24 * t * d * d + attention(t, t, d))
 
 
+def chroma(c, n, m):
+    d, t = width_of(c), n + m
+    ends = linear(n, c.in_channels, d) + linear(m, c.joint_attention_dim, d) + linear(n, d, c.out_channels or c.in_channels)
+    numbers, hidden = 12 * c.num_layers + 3 * c.num_single_layers + 2, c.approximator_hidden_dim
+    modulation = linear(numbers, c.approximator_num_channels + d + 2 * c.approximator_layers * hidden, hidden)
+    return ends + modulation + (c.num_layers + c.num_single_layers) * (24 * t * d * d + attention(t, t, d))
+
+
+def ernie(c, n, m):
+    d, t, patch = c.hidden_size, n + m, c.patch_size**2
+    ends = linear(n, patch * c.in_channels, d) + linear(m, c.text_in_dim, d) + linear(t, d, patch * c.out_channels)
+    once = embedded(d, d) + linear(1, d, 6 * d) + linear(1, d, 2 * d)
+    return ends + once + c.num_layers * (linear(t, d, 4 * d + 3 * c.ffn_hidden_size) + attention(t, t, d))
+
+
 def flux2(c, n, m):
     d, t = width_of(c), n + m
     ends = linear(n, c.in_channels, d) + linear(m, c.joint_attention_dim, d) + linear(n, d, c.out_channels or c.in_channels)

@@ -7,6 +7,8 @@ from smalti_diffusers.families.tokens import pack
 MAKERS = {
     "flux": ("flux", tiny.flux, {}),
     "flux schnell": ("flux", tiny.flux, {"guidance": False}),
+    "chroma": ("chroma", tiny.chroma, {}),
+    "ernie": ("ernie", tiny.ernie, {}),
     "flux2 klein": ("flux2", tiny.flux2, {}),
     "flux2 klein distilled": ("flux2", tiny.flux2, {"distilled": True}),
     "flux2 dev": ("flux2", tiny.flux2, {"dev": True}),
@@ -32,7 +34,7 @@ EMPTY = [""] * len(PROMPTS)
 SIZE = (96, 64)
 GUIDANCE = 3.5
 # What pipelines take as latents, where that is not what smalti calls so.
-GIVEN = {"flux": pack, "qwen_image": pack}
+GIVEN = {"flux": pack, "chroma": pack, "qwen_image": pack}
 # What a run says to the pipeline where the pipeline's own default would be another one.
 TOLD = {
     "flux schnell": {"max_sequence_length": 256},
@@ -42,3 +44,16 @@ TOLD = {
     "qwen image": {"true_cfg_scale": GUIDANCE, "negative_prompt": [" "] * len(PROMPTS)},
     "z image": {"guidance_scale": GUIDANCE - 1},
 }
+
+
+def masked(pipeline):
+    """The pipeline; that of Chroma with masks that mask: attention adds numbers to its scores (diffusers, issue 13619)."""
+    if type(pipeline).__name__ == "ChromaPipeline":
+        encode = pipeline.encode_prompt
+
+        def with_booleans(*given, **named):
+            found = enumerate(encode(*given, **named))
+            return tuple(each.bool() if number in (2, 5) and each is not None else each for number, each in found)
+
+        pipeline.encode_prompt = with_booleans
+    return pipeline

@@ -6,9 +6,16 @@ import pytest
 import torch
 from adapters import ALPHA, FAMILIES, RANK, make_adapter, tensors
 from comfyui_names import KNOWN
-from diffusers import DiffusionPipeline, FluxPipeline, FluxTransformer2DModel, Lumina2Transformer2DModel, SD3Transformer2DModel
+from diffusers import (
+    ChromaTransformer2DModel,
+    DiffusionPipeline,
+    FluxPipeline,
+    FluxTransformer2DModel,
+    Lumina2Transformer2DModel,
+    SD3Transformer2DModel,
+)
 from diffusers.loaders import single_file_utils
-from published import FLUX_DEV
+from published import FLUX_DEV, PUBLISHED
 
 from smalti import UserError
 from smalti.checkpoint.conversion.formats import OwnCheckpoint
@@ -73,6 +80,16 @@ def test_comfyui_knows_every_layer_by_its_name_in_diffusers(adapter, tmp_path, n
         torch.testing.assert_close(up @ down, delta)
 
 
+def test_comfyui_reads_ernie_by_the_names_of_its_own_state_dict(adapter, tmp_path):
+    """Which are those of diffusers, after a prefix: under `transformer.` it knows none of them."""
+    made = adapter("ernie")
+    found = tensors(made.export(tmp_path / "style", format="comfyui"))
+    assert {key.partition(".")[0] for key in found} == {f"lora_unet_{layer.replace('.', '_')}" for layer in made.deltas}
+    for layer, delta in made.deltas.items():
+        down, up, alpha = (found[f"{kohya_name(layer)}.{part}"] for part in ("lora_down.weight", "lora_up.weight", "alpha"))
+        torch.testing.assert_close(up @ down * (alpha / len(down)), delta)
+
+
 class Original(dict):
     """Tensors of an original checkpoint: those that were not given, such as norms, are zeros."""
 
@@ -84,12 +101,22 @@ class Original(dict):
 
 
 HIDDEN = {
+    "chroma": (ChromaTransformer2DModel, PUBLISHED["chroma"][1] | {"num_layers": 1, "num_single_layers": 1}),
     "flux": (FluxTransformer2DModel, FLUX_DEV | {"num_layers": 1, "num_single_layers": 1}),
     "sd3": (SD3Transformer2DModel, {"num_layers": 2, "attention_head_dim": 16, "num_attention_heads": 2}),
     "lumina2": (Lumina2Transformer2DModel, {"num_layers": 1}),
 }
 """Models of the published widths, which diffusers' conversions of single files take for granted; on the meta device."""
+
+
+def converted_chroma(checkpoint):
+    """With one of the layers that the conversion counts."""
+    checkpoint["distilled_guidance_layer.layers.0.in_layer.bias"] = checkpoint["of no matter"]
+    return single_file_utils.convert_chroma_transformer_checkpoint_to_diffusers(checkpoint)
+
+
 CONVERSIONS = {
+    "chroma": converted_chroma,
     "flux": single_file_utils.convert_flux_transformer_checkpoint_to_diffusers,
     "sd3": single_file_utils.convert_sd3_transformer_checkpoint_to_diffusers,
     "lumina2": single_file_utils.convert_lumina2_to_diffusers,

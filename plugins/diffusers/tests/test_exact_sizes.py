@@ -11,6 +11,8 @@ from published import published
 
 from smalti.models import dry_run
 from smalti_diffusers.families.auraflow import AuraFlow
+from smalti_diffusers.families.chroma import Chroma
+from smalti_diffusers.families.ernie import Ernie
 from smalti_diffusers.families.flux import Flux
 from smalti_diffusers.families.flux2 import Flux2
 from smalti_diffusers.families.lumina2 import Lumina2
@@ -31,6 +33,8 @@ from support.whole import some
 
 MODELS = {
     "flux dev": (Flux, "dev"),
+    "chroma": (Chroma, "hd"),
+    "ernie": (Ernie, "base"),
     "flux2 klein 4b": (Flux2, "klein-base-4b"),
     "flux2 klein 9b": (Flux2, "klein-base-9b"),
     "flux2 dev": (Flux2, "dev"),
@@ -50,6 +54,8 @@ MODELS = {
 }
 KEPT = (
     "flux dev",
+    "chroma",
+    "ernie",
     "flux2 dev",
     "sd3.5 medium",
     "pixart sigma",
@@ -62,6 +68,8 @@ KEPT = (
 """One of each family."""
 PARAMETERS = {
     "flux dev": 11_901_408_320,
+    "chroma": 8_899_983_424,
+    "ernie": 8_033_490_048,
     "flux2 klein 4b": 3_875_544_576,
     "flux2 klein 9b": 9_078_581_248,
     "flux2 dev": 32_223_281_152,

@@ -20,7 +20,7 @@ from smalti.checkpoint.writer import save
 from smalti.config.resolution import resolve
 from smalti.data.buckets import Bucket
 from smalti.data.loader import MicroBatch
-from smalti.parallel.state import PortableState
+from smalti.parallel.state import PortableState, model_tensors
 from smalti.plugins.discovery import load_plugins
 from smalti.plugins.lookup import find_family
 from smalti.plugins.schema import schema_of
@@ -32,7 +32,7 @@ from smalti_testing.family_subject import CAPTIONS, SIZE, FamilySubject
 from smalti_testing.strategies import SingleRank
 from smalti_validation.png import image_settings
 
-IN_PROCESS = ("auraflow", "flux2", "lumina2", "qwen_image", "z_image")
+IN_PROCESS = ("auraflow", "chroma", "ernie", "flux2", "lumina2", "qwen_image", "z_image")
 """Families that are trained and exported here in this process; Flux is, too, but as a user does it."""
 
 
@@ -148,7 +148,7 @@ class FullPrecision:
 
 
 def trained(family, subject):
-    """The model after a few steps on one batch, with the losses before each of them."""
+    """The model after a few steps on one batch, what a checkpoint has of it, and the losses before each step."""
     plugins = load_plugins()
     loss = denoising_loss(resolve(schema_of(plugins), [f"--model_family={family.name}"], environment={}), family, "cpu")
     height, width = subject.pixels.shape[-2:]
@@ -163,6 +163,8 @@ def trained(family, subject):
         size_conditioning=(SIZE,) * 3,
     )
     model, losses = subject.model(), []
+    for parameter, name in ((each, name) for name, each in model.named_parameters() if not each.requires_grad):
+        parameter.copy_(family.weights(0).get(name))  # what is frozen is that of the base
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     for _ in range(4):
         found = loss(model, batch, FullPrecision()).parts
@@ -170,7 +172,8 @@ def trained(family, subject):
         optimizer.step()
         optimizer.zero_grad()
         losses.append(found.item())
-    return model.requires_grad_(False), losses
+    kept = model_tensors(model)
+    return model.requires_grad_(False), kept, losses
 
 
 @pytest.mark.parametrize("name", IN_PROCESS)
@@ -182,9 +185,9 @@ def test_any_family_learns_and_its_exported_pipeline_draws_what_it_drew(tmp_path
 
     family = family_over(getattr(tiny, name)(tmp_path / "base"))
     subject = FamilySubject(family)
-    model, losses = trained(family, subject)
+    model, kept, losses = trained(family, subject)
     assert losses[-1] < losses[0]
-    saved = save(tmp_path, Snapshot(step=1, state=PortableState(model=dict(model.state_dict()))), SingleRank())
+    saved = save(tmp_path, Snapshot(step=1, state=PortableState(model=kept)), SingleRank())
     tensors = TrainedWeights(OwnCheckpoint(saved.path), use_ema=False, precision=None)
     family.export(NewExport(tmp_path / "made", tensors, None, lambda done, total: None))
     exported = DiffusionPipeline.from_pretrained(tmp_path / "made")

@@ -10,7 +10,7 @@ import pytest
 import torch
 from diffusers import DiffusionPipeline
 from diffusers.pipelines.flux.pipeline_flux import calculate_shift
-from kinds import EMPTY, GIVEN, GUIDANCE, MAKERS, PROMPTS, SIZE, TOLD
+from kinds import EMPTY, GIVEN, GUIDANCE, MAKERS, PROMPTS, SIZE, TOLD, masked
 
 from smalti import UserError
 from smalti.config.resolution import resolve
@@ -21,6 +21,7 @@ from smalti.plugins.discovery import load_plugins
 from smalti.plugins.lookup import find_family
 from smalti.plugins.schema import schema_of
 from smalti.training.loss import denoising_loss
+from smalti_diffusers.families.chroma import Chroma
 from smalti_diffusers.families.flux2 import Flux2
 from smalti_diffusers.families.lumina2 import Lumina2
 from smalti_diffusers.families.sana import Sana
@@ -36,6 +37,7 @@ from support.whole import some
 CALLS = {
     "flux": [PROMPTS],
     "flux schnell": [PROMPTS],
+    "chroma": [PROMPTS, EMPTY],
     "flux2 klein": [PROMPTS, EMPTY],
     "flux2 klein distilled": [PROMPTS],
     "flux2 dev": [PROMPTS],
@@ -61,7 +63,7 @@ VARIANTS = ("flux schnell", "flux2 klein distilled", "sd3.5")
 def drawn(request, family_of):
     """A family, its model, and what its pipeline calls that model with while it draws two pictures in two steps."""
     family = family_of(request.param, f"--flux_guidance_value={GUIDANCE}")
-    pipeline = DiffusionPipeline.from_pretrained(family.components.folder)
+    pipeline = masked(DiffusionPipeline.from_pretrained(family.components.folder))
     pipeline.set_progress_bar_config(disable=True)
     calls = []
     model = pipeline.components[family.part]
@@ -127,7 +129,10 @@ class Drawn:
 
 
 def unpadded(inputs):
-    """Without what Qwen-Image's texts are padded with to a multiple of 64 tokens, and the mask where the model takes it."""
+    """Without what texts are padded with to a multiple of 64 tokens, and Qwen-Image's mask where the model takes it."""
+    if "text_lens" in inputs:
+        assert inputs["text_bth"].shape[1] == 64
+        return inputs | {"text_bth": inputs["text_bth"][:, : int(inputs["text_lens"].max())]}
     if (mask := (inputs.pop("attention_kwargs", None) or {}).get("encoder_hidden_states_mask")) is None:
         return inputs
     assert mask.shape[1] == 64
@@ -234,13 +239,14 @@ def test_times_are_moved_towards_noise_as_the_pipelines_scheduler_moves_them(fam
 
 def test_an_image_counts_as_many_tokens_as_the_blocks_are_given(drawn):
     """Z-Image's first block is given them padded to a multiple of 32."""
-    lengths, names = [], ("noise_refiner.0", "transformer_blocks.0", "joint_transformer_blocks.0")
+    lengths, names = [], ("noise_refiner.0", "transformer_blocks.0", "joint_transformer_blocks.0", "x_embedder")
     model = drawn.built()
-    block = next(module for name, module in model.named_modules() if name in names)
+    block = next(module for name, module in reversed(list(model.named_modules())) if name in names)
 
     def note(module, arguments, keywords):
         states = signature(type(module).forward).bind(module, *arguments, **keywords).arguments
-        lengths.append(states.get("hidden_states", states.get("x")).shape[1])
+        given = states.get("hidden_states", states.get("x"))
+        lengths.append(given.shape[1] if given.ndim == 3 else given.shape[2:].numel())
 
     hook = block.register_forward_pre_hook(note, with_kwargs=True)
     with torch.no_grad():
@@ -295,6 +301,21 @@ def test_the_tokenizer_of_flux2_dev_is_refused_where_it_cannot_be_made(family_of
         Flux2(Components(folder), DiffusersOptions())
 
 
+def test_a_scheduler_that_needs_a_package_is_refused_without_it(family_of, tmp_path, monkeypatch):
+    folder = shutil.copytree(family_of("chroma").components.folder, tmp_path / "base")
+    config = json.loads((folder / "scheduler" / "scheduler_config.json").read_text())
+    (folder / "scheduler" / "scheduler_config.json").write_text(json.dumps(config | {"use_beta_sigmas": True}))
+    monkeypatch.setattr("smalti_diffusers.families.chroma.find_spec", lambda name: None)
+    with pytest.raises(UserError, match="needs scipy"):
+        Chroma(Components(folder), DiffusersOptions())
+
+
+def test_the_modulation_of_chroma_never_trains(family_of):
+    model = family_of("chroma", "--model_type=full").build_model()
+    frozen = {name.partition(".")[0] for name, each in model.named_parameters() if not each.requires_grad}
+    assert frozen == {"distilled_guidance_layer"}
+
+
 def test_a_pipeline_with_the_former_name_of_its_class_is_the_same(family_of, tmp_path):
     family = family_of("lumina2")
     folder = shutil.copytree(family.components.folder, tmp_path / "former")
@@ -344,6 +365,8 @@ def contract(kind, length=24):
 
 
 TestFlux = contract("flux")
+TestChroma = contract("chroma")
+TestErnie = contract("ernie")
 TestFlux2 = contract("flux2 klein")
 TestStableDiffusion3 = contract("sd3.5")
 TestPixArt = contract("pixart alpha")

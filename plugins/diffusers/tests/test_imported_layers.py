@@ -53,6 +53,8 @@ ONETRAINER = {
     "sd3": ("STABLE_DIFFUSION_35", 341),
     "flux": ("FLUX_DEV_1", 504),
     "flux2": ("FLUX_2", 109),
+    "chroma": ("CHROMA_1", 433),
+    "ernie": ("ERNIE", 259),
     "pixart": ("PIXART_SIGMA", 287),
     "sana": ("SANA", 207),
     "qwen_image": ("QWEN", 846),

@@ -31,6 +31,8 @@ MAKERS = {
     "sdxl": ("sdxl", tiny.sdxl, {}),
     "flux": ("flux", tiny.flux, {}),
     "flux schnell": ("flux", tiny.flux, {"guidance": False}),
+    "chroma": ("chroma", tiny.chroma, {}),
+    "ernie": ("ernie", tiny.ernie, {}),
     "flux2 klein": ("flux2", tiny.flux2, {}),
     "flux2 dev": ("flux2", tiny.flux2, {"dev": True}),
     "sd3": ("sd3", tiny.sd3, {}),

@@ -5,7 +5,7 @@ from inspect import signature
 import pytest
 import torch
 from diffusers import DiffusionPipeline
-from kinds import EVERY, PROMPTS, TOLD
+from kinds import EVERY, PROMPTS, TOLD, masked
 
 from smalti.models.family import SampleRequest
 from smalti.models.weights import materialise, without_weights
@@ -35,7 +35,7 @@ def sampled(family, model=None, **changes):
 
 def of_pipeline(family, kind, change=lambda pipeline: None, **changes):
     """Images of the pipeline as it is published, or as `change` leaves it."""
-    pipeline = DiffusionPipeline.from_pretrained(family.components.folder)
+    pipeline = masked(DiffusionPipeline.from_pretrained(family.components.folder))
     change(pipeline)
     pipeline.set_progress_bar_config(disable=True)
     arguments = {

@@ -1,6 +1,5 @@
 """Whole pipelines of a few hundred thousand parameters in diffusers' layout, tokenizers included, with random weights."""
 
-import re
 from pathlib import Path
 from string import printable
 
@@ -9,11 +8,13 @@ from diffusers import (
     AuraFlowPipeline,
     AuraFlowTransformer2DModel,
     AutoencoderDC,
-    AutoencoderKL,
-    AutoencoderKLFlux2,
     AutoencoderKLQwenImage,
+    ChromaPipeline,
+    ChromaTransformer2DModel,
     DDIMScheduler,
     DPMSolverMultistepScheduler,
+    ErnieImagePipeline,
+    ErnieImageTransformer2DModel,
     EulerDiscreteScheduler,
     FlowMatchEulerDiscreteScheduler,
     Flux2KleinPipeline,
@@ -39,123 +40,33 @@ from diffusers import (
     ZImagePipeline,
     ZImageTransformer2DModel,
 )
-from tokenizers.pre_tokenizers import ByteLevel
-from tokenizers.processors import TemplateProcessing
+from tiny_parts import (
+    chat_tokenizer,
+    clip_config,
+    clip_tokenizer,
+    gemma_config,
+    gemma_tokenizer,
+    patch_vae,
+    qwen_tokenizer,
+    t5_encoder,
+    t5_tokenizer,
+    vae,
+)
 from transformers import (
-    CLIPTextConfig,
     CLIPTextModel,
     CLIPTextModelWithProjection,
-    CLIPTokenizer,
-    Gemma2Config,
     Gemma2Model,
-    GemmaTokenizer,
     Mistral3Config,
     Mistral3ForConditionalGeneration,
+    Mistral3Model,
     Qwen2_5_VLConfig,
     Qwen2_5_VLForConditionalGeneration,
-    Qwen2Tokenizer,
     Qwen3Config,
     Qwen3ForCausalLM,
     Qwen3Model,
-    T5Config,
-    T5EncoderModel,
-    T5TokenizerFast,
     UMT5Config,
     UMT5EncoderModel,
 )
-
-LETTERS = sorted(ByteLevel.alphabet())
-
-
-def clip_tokenizer() -> CLIPTokenizer:
-    """One token for each byte."""
-    words = [*LETTERS, *(f"{letter}</w>" for letter in LETTERS), "<|startoftext|>", "<|endoftext|>"]
-    return CLIPTokenizer(vocab={word: number for number, word in enumerate(words)}, merges=[], model_max_length=77)
-
-
-def t5_tokenizer() -> T5TokenizerFast:
-    """One token for each character."""
-    letters = [letter for letter in printable if not letter.isspace()]
-    pieces = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0), ("▁", -2.0), *((letter, -3.0) for letter in letters)]
-    return T5TokenizerFast(vocab=pieces, model_max_length=64, extra_ids=0)
-
-
-def gemma_tokenizer() -> GemmaTokenizer:
-    """One token for each character, after one for the beginning."""
-    pieces = ["<pad>", "<eos>", "<bos>", "<unk>", "<mask>", "▁", *(letter for letter in printable if letter != " ")]
-    tokenizer = GemmaTokenizer(vocab={piece: number for number, piece in enumerate(pieces)}, merges=[], model_max_length=2048)
-    beginning = TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", pieces.index("<bos>"))])
-    tokenizer.backend_tokenizer.post_processor = beginning
-    return tokenizer
-
-
-QWEN_TEMPLATE = (
-    "<|im_start|>system\nDescribe the image by detailing the color, shape, size, texture, quantity, text, spatial "
-    "relationships of the objects and background:<|im_end|>\n<|im_start|>user\n"
-)
-
-
-def qwen_tokenizer() -> Qwen2Tokenizer:
-    """One token for each byte; but one for each word of the template, so that it has 34, as it has for the published one."""
-    words = dict.fromkeys(re.findall(r"<.*?>| ?\w+|\n|.", QWEN_TEMPLATE))
-    vocab = {letter: number for number, letter in enumerate([*LETTERS, "<|endoftext|>"])}
-    tokenizer = Qwen2Tokenizer(vocab=vocab, merges=[])
-    tokenizer.add_tokens([word for word in words if len(word) > 1], special_tokens=True)
-    return tokenizer
-
-
-def chat_tokenizer() -> Qwen2Tokenizer:
-    """With a template for messages that are text, or a list of one text."""
-    tokenizer = qwen_tokenizer()
-    tokenizer.chat_template = (
-        "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] if message['content'] is string "
-        "else message['content'][0]['text'] }}<|im_end|>\n{% endfor %}"
-    )
-    return tokenizer
-
-
-def clip_config(width: int = 32) -> CLIPTextConfig:
-    return CLIPTextConfig(
-        vocab_size=2 * len(LETTERS) + 2,
-        hidden_size=width,
-        intermediate_size=2 * width,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        max_position_embeddings=77,
-        projection_dim=width,
-        bos_token_id=2 * len(LETTERS),
-        eos_token_id=2 * len(LETTERS) + 1,
-    )
-
-
-def t5_encoder(width: int = 32) -> T5EncoderModel:
-    return T5EncoderModel(T5Config(vocab_size=100, d_model=width, d_ff=2 * width, d_kv=width // 2, num_heads=2, num_layers=2))
-
-
-def gemma_config(width: int = 32) -> Gemma2Config:
-    return Gemma2Config(
-        vocab_size=5 + len(printable),
-        hidden_size=width,
-        intermediate_size=2 * width,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=width // 2,
-    )
-
-
-def vae(channels: int, widths: tuple[int, ...] = (16, 16, 32), **more: object) -> AutoencoderKL:
-    """Pictures shrink to a quarter; by half once more with every further width."""
-    return AutoencoderKL(
-        block_out_channels=widths,
-        down_block_types=("DownEncoderBlock2D",) * len(widths),
-        up_block_types=("UpDecoderBlock2D",) * len(widths),
-        layers_per_block=1,
-        latent_channels=channels,
-        norm_num_groups=8,
-        sample_size=64,
-        **more,
-    )
 
 
 def flux(folder: Path, *, guidance: bool = True) -> Path:
@@ -185,6 +96,32 @@ def flux(folder: Path, *, guidance: bool = True) -> Path:
     return folder
 
 
+def chroma(folder: Path) -> Path:
+    """Chroma."""
+    torch.manual_seed(0)
+    transformer = ChromaTransformer2DModel(
+        patch_size=1,
+        in_channels=16,
+        num_layers=2,
+        num_single_layers=2,
+        attention_head_dim=16,
+        num_attention_heads=2,
+        joint_attention_dim=32,
+        axes_dims_rope=(4, 6, 6),
+        approximator_num_channels=16,
+        approximator_hidden_dim=32,
+        approximator_layers=2,
+    )
+    ChromaPipeline(
+        scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0),
+        vae=vae(4, shift_factor=0.1, scaling_factor=0.4, use_quant_conv=False, use_post_quant_conv=False),
+        text_encoder=t5_encoder(),
+        tokenizer=t5_tokenizer(),
+        transformer=transformer,
+    ).save_pretrained(folder)
+    return folder
+
+
 def flux2(folder: Path, *, dev: bool = False, distilled: bool = False) -> Path:
     """Flux.2, klein (base or distilled) or dev, the latter with a tokenizer for text alone."""
     torch.manual_seed(0)
@@ -202,19 +139,9 @@ def flux2(folder: Path, *, dev: bool = False, distilled: bool = False) -> Path:
         axes_dims_rope=(4, 4, 4, 4),
         guidance_embeds=dev,
     )
-    autoencoder = AutoencoderKLFlux2(
-        block_out_channels=(16, 16, 32),
-        down_block_types=("DownEncoderBlock2D",) * 3,
-        up_block_types=("UpDecoderBlock2D",) * 3,
-        layers_per_block=1,
-        latent_channels=4,
-        norm_num_groups=8,
-    )
-    autoencoder.bn.running_mean.uniform_(-1, 1)
-    autoencoder.bn.running_var.uniform_(0.5, 4)
     (Flux2Pipeline if dev else Flux2KleinPipeline)(
         scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0, use_dynamic_shifting=True),
-        vae=autoencoder,
+        vae=patch_vae(),
         text_encoder=Mistral3ForConditionalGeneration(
             Mistral3Config(text_config={"model_type": "mistral"} | text, vision_config={"model_type": "pixtral"} | vision)
         )
@@ -223,6 +150,40 @@ def flux2(folder: Path, *, dev: bool = False, distilled: bool = False) -> Path:
         tokenizer=tokenizer,
         transformer=transformer,
         **({} if dev else {"is_distilled": distilled}),
+    ).save_pretrained(folder)
+    return folder
+
+
+def ernie(folder: Path) -> Path:
+    """ERNIE-Image, without the model that rewrites prompts."""
+    torch.manual_seed(0)
+    text = {"vocab_size": 5 + len(printable), "num_hidden_layers": 3, "num_key_value_heads": 1, "head_dim": 16}
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2}
+    vision = sizes | {"num_hidden_layers": 1, "head_dim": 16}
+    transformer = ErnieImageTransformer2DModel(
+        hidden_size=32,
+        num_attention_heads=2,
+        num_layers=2,
+        ffn_hidden_size=48,
+        in_channels=16,
+        out_channels=16,
+        text_in_dim=24,
+        rope_axes_dim=(4, 6, 6),
+    )
+    for parameter in transformer.parameters():
+        if not parameter.any():  # zeros would hide everything
+            torch.nn.init.normal_(parameter, std=0.2)
+    ErnieImagePipeline(
+        scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0),
+        vae=patch_vae(),
+        text_encoder=Mistral3Model(
+            Mistral3Config(
+                text_config={"model_type": "ministral3"} | sizes | text | {"hidden_size": 24},
+                vision_config={"model_type": "pixtral"} | vision,
+            )
+        ),
+        tokenizer=gemma_tokenizer(),
+        transformer=transformer,
     ).save_pretrained(folder)
     return folder
 

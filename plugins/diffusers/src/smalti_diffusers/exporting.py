@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from smalti import UserError
 from smalti.system import load_json, read_regular
 from smalti_diffusers.lora.formats import chosen_format, write_adapter
-from smalti_diffusers.lora.merging import merged_weights
+from smalti_diffusers.lora.merging import base_tensors, merged_weights
 from smalti_diffusers.lora.trained import TrainedAdapter
 from smalti_diffusers.sources.location import INDEX
 from smalti_diffusers.sources.single_file import single_file_layout, trained_tensors, write_single_file
@@ -59,7 +59,7 @@ def export_pipeline(family: PipelineFamily, folder: ExportFolder) -> None:
         write_adapter(folder, format, family.name, family.part, family.meta_model, config, weights)
         folder.usages += adapter_usages(family, format, folder.name)
         return
-    tensors = None
+    tensors = _with_frozen(family, folder)
     if merge:
         base = family.base_weights(family.seed)
         tensors = merged_weights(base, family.meta_model, TrainedAdapter(folder, family.meta_model))
@@ -74,6 +74,14 @@ def export_pipeline(family: PipelineFamily, folder: ExportFolder) -> None:
         folder.write_model(encoder, family.components.config(encoder), tensors=parts[encoder])
     folder.write_model(family.part, config, tensors=parts.get(family.part))
     folder.usages += pipeline_usages(family)
+
+
+def _with_frozen(family: PipelineFamily, folder: ExportFolder) -> dict[str, Computed] | None:
+    """The trained tensors and those of the base that stay frozen in training; None where all of the model trains."""
+    frozen = {name for name, each in family.meta_model.named_parameters() if not each.requires_grad}
+    if family.lora is not None or not frozen:
+        return None
+    return base_tensors(family.base_weights(family.seed), family.meta_model, frozen) | trained_tensors(folder)
 
 
 def _by_part(family: PipelineFamily, tensors: Mapping[str, Computed]) -> dict[str, dict[str, Computed]]:

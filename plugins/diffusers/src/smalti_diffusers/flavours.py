@@ -11,6 +11,8 @@ from pathlib import Path
 
 FLAVOURS: Mapping[str, Mapping[str, str]] = {
     "auraflow": {"0.3": "fal/AuraFlow-v0.3", "0.2": "fal/AuraFlow-v0.2", "0.1": "fal/AuraFlow"},
+    "chroma": {"hd": "lodestones/Chroma1-HD"},
+    "ernie": {"base": "baidu/ERNIE-Image"},
     "flux": {"dev": "black-forest-labs/FLUX.1-dev", "schnell": "black-forest-labs/FLUX.1-schnell"},
     "flux2": {
         "klein-base-4b": "black-forest-labs/FLUX.2-klein-base-4B",

@@ -20,6 +20,8 @@ def _entry(name: str, title: str, cls: str) -> FamilyEntry:
 
 FAMILIES = (
     _entry("auraflow", "AuraFlow", "AuraFlow"),
+    _entry("chroma", "Chroma", "Chroma"),
+    _entry("ernie", "ERNIE-Image", "Ernie"),
     _entry("flux", "Flux.1", "Flux"),
     _entry("flux2", "Flux.2", "Flux2"),
     _entry("lumina2", "Lumina Image 2.0", "Lumina2"),

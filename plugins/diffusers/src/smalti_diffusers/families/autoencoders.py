@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from functools import cached_property, lru_cache
 from inspect import signature
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -110,6 +110,8 @@ def _channels(values: tuple[float, ...], device: torch.device) -> Tensor:
 class PatchAutoencoder(Autoencoder):
     """A latent pixel is a 2x2 square of its own, normalised by the running statistics of a batch norm that it keeps."""
 
+    epsilon: ClassVar[float | None] = None
+    """What is added to the variance. None: what the batch norm has."""
     _known: tuple[Tensor, Tensor] | None = None
 
     @property
@@ -136,6 +138,6 @@ class PatchAutoencoder(Autoencoder):
         if self._known is None or self._known[0].device != device:
             norm = cast(nn.BatchNorm2d, self._vae.bn)
             mean, variance = cast(Tensor, norm.running_mean), cast(Tensor, norm.running_var)
-            mean, deviation = mean.float(), torch.sqrt(variance.float() + norm.eps)
+            mean, deviation = mean.float(), torch.sqrt(variance.float() + (norm.eps if self.epsilon is None else self.epsilon))
             self._known = mean.view(-1, 1, 1).to(device), deviation.view(-1, 1, 1).to(device)
         return self._known

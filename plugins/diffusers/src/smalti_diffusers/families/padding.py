@@ -45,6 +45,21 @@ def lengths(mask: Tensor) -> Sequence[int]:
     return cast(list[int], mask.cpu().numpy().sum(axis=1).tolist())
 
 
+def as_long_as_the_longest(tokens: Tensor, mask: Tensor, multiple: int = 1) -> tuple[Tensor, Tensor | None]:
+    """Without what is padding in every row, but for what the number of tokens needs to be a `multiple`; and the mask of them.
+
+    With a multiple of 1 as the pipeline returns them. No mask where it would be all ones.
+    """
+    known = lengths(mask)
+    longest = min(-(-max(known) // multiple) * multiple, tokens.shape[1])
+    return tokens[:, :longest], None if min(known) == longest else beside(mask, tokens.device)[:, :longest]
+
+
+def unpadded(conditioning: Conditioning) -> list[Tensor]:
+    """`tokens` of each caption (L, D) without its padding, by `mask`."""
+    return [row[:length] for row, length in zip(conditioning["tokens"], lengths(conditioning["mask"]), strict=True)]
+
+
 def beside(mask: Tensor, device: torch.device) -> Tensor:
     """The mask on this device; one in host memory gets there without making the host wait."""
     return mask if mask.device == device or mask.is_meta else to_device(mask, device)

@@ -14,7 +14,7 @@ from smalti.diffusion import Conditioning
 from smalti.models import SampleRequest, Split
 from smalti_diffusers.families.autoencoders import VideoAutoencoder
 from smalti_diffusers.families.captions import Mask, TokenRows
-from smalti_diffusers.families.padding import beside, lengths
+from smalti_diffusers.families.padding import as_long_as_the_longest
 from smalti_diffusers.families.tokens import PACKED
 from smalti_diffusers.families.transformer import TransformerFamily, joint_attention
 
@@ -61,7 +61,7 @@ class QwenImage(TransformerFamily):
 
     def inputs(self, noisy: Tensor, timesteps: Tensor, conditioning: Conditioning) -> dict[str, object]:
         """The mask is where `mask_aside` takes it from."""
-        tokens, mask = _as_long_as_the_longest(conditioning["tokens"], conditioning["mask"], multiple=_MULTIPLE)
+        tokens, mask = as_long_as_the_longest(conditioning["tokens"], conditioning["mask"], multiple=_MULTIPLE)
         height, width = noisy.shape[-2:]
         return super().inputs(noisy, timesteps, {"tokens": tokens}) | {
             "attention_kwargs": None if mask is None else {_TEXT_MASK: mask.bool()},
@@ -70,8 +70,8 @@ class QwenImage(TransformerFamily):
 
     def prompts(self, conditioning: Conditioning, unconditional: Conditioning) -> dict[str, object]:
         """Guidance by the empty caption, which the pipeline sees only with a mask; it drops one that masks nothing."""
-        tokens, mask = _as_long_as_the_longest(conditioning["tokens"], conditioning["mask"])
-        empty, of_empty = _as_long_as_the_longest(unconditional["tokens"], unconditional["mask"])
+        tokens, mask = as_long_as_the_longest(conditioning["tokens"], conditioning["mask"])
+        empty, of_empty = as_long_as_the_longest(unconditional["tokens"], unconditional["mask"])
         if of_empty is None:
             of_empty = torch.ones(empty.shape[:2], dtype=torch.int64, device=empty.device)
         given: dict[str, object] = {"prompt_embeds": tokens, "prompt_embeds_mask": mask}
@@ -80,16 +80,6 @@ class QwenImage(TransformerFamily):
     def sampling(self, request: SampleRequest) -> dict[str, object]:
         """What the pipeline calls guidance_scale is for models that there are none of."""
         return {**super().sampling(request), "guidance_scale": None, "true_cfg_scale": request.guidance}
-
-
-def _as_long_as_the_longest(tokens: Tensor, mask: Tensor, multiple: int = 1) -> tuple[Tensor, Tensor | None]:
-    """Without what is padding in every row, but for what the number of tokens needs to be a `multiple`; and the mask of them.
-
-    With a multiple of 1 as the pipeline returns them. No mask where it would be all ones.
-    """
-    known = lengths(mask)
-    longest = min(-(-max(known) // multiple) * multiple, tokens.shape[1])
-    return tokens[:, :longest], None if min(known) == longest else beside(mask, tokens.device)[:, :longest]
 
 
 def mask_aside(model: nn.Module) -> None:

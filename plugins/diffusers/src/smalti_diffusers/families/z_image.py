@@ -12,7 +12,7 @@ from torch import Tensor
 from smalti.diffusion import Conditioning
 from smalti.models import SampleRequest
 from smalti_diffusers.families.captions import Mask, TokenRows
-from smalti_diffusers.families.padding import lengths
+from smalti_diffusers.families.padding import unpadded
 from smalti_diffusers.families.tokens import FRAMES
 from smalti_diffusers.families.transformer import TransformerFamily
 
@@ -37,10 +37,10 @@ class ZImage(TransformerFamily):
 
     def inputs(self, noisy: Tensor, timesteps: Tensor, conditioning: Conditioning) -> dict[str, object]:
         """Captions of their own lengths one by one."""
-        return {"x": self.tokens.pack(noisy), "t": self.model_time(timesteps), "cap_feats": _rows(conditioning)}
+        return {"x": self.tokens.pack(noisy), "t": self.model_time(timesteps), "cap_feats": unpadded(conditioning)}
 
     def prompts(self, conditioning: Conditioning, unconditional: Conditioning) -> dict[str, object]:
-        return {"prompt_embeds": _rows(conditioning), "negative_prompt_embeds": _rows(unconditional)}
+        return {"prompt_embeds": unpadded(conditioning), "negative_prompt_embeds": unpadded(unconditional)}
 
     def sampling(self, request: SampleRequest) -> dict[str, object]:
         """The pipeline counts guidance from 0, which is none; elsewhere, and for smalti, none is 1."""
@@ -48,8 +48,3 @@ class ZImage(TransformerFamily):
         if self.options.validation_noise_scheduler is not None:  # others than its own do not take the pipeline's list
             given["sigmas"] = numpy.linspace(1.0, 1 / request.steps, request.steps)
         return given
-
-
-def _rows(conditioning: Conditioning) -> list[Tensor]:
-    """Tokens without padding."""
-    return [row[:length] for row, length in zip(conditioning["tokens"], lengths(conditioning["mask"]), strict=True)]

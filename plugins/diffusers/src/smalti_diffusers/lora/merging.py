@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import partial
 
 import torch
@@ -32,6 +32,15 @@ def merged_weights(base: BaseWeights, model: nn.Module, adapter: TrainedAdapter)
             compute = partial(_merged, base, name, adapter, adapted)
         tensors[name] = Computed(shape=shapes[name], compute=compute, dtype=_dtype(base, name))
     return tensors
+
+
+def base_tensors(base: BaseWeights, model: nn.Module, names: Collection[str]) -> dict[str, Computed]:
+    """These tensors of the base, which are parameters of `model`, with their types unless the export has one."""
+    return {
+        name: Computed(shape=tuple(each.shape), compute=partial(base.get, name), dtype=_dtype(base, name))
+        for name, each in model.named_parameters()
+        if name in names
+    }
 
 
 def _dtype(base: BaseWeights, name: str) -> torch.dtype:

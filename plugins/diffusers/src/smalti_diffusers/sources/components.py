@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -249,3 +250,4 @@ def _hush() -> None:
     for library in (diffusers, transformers):
         library.set_verbosity_error()
         library.disable_progress_bar()
+    warnings.filterwarnings("ignore", message="`FluxPosEmbed` is deprecated")  # by diffusers itself, in its Chroma

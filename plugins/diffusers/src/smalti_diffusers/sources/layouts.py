@@ -75,6 +75,11 @@ _FLUX = {
     "proj_out": "final_layer.linear",
     "norm_out.linear": _SWAPPED,
 }
+_CHROMA = {
+    **_FLUX,
+    **_block("distilled_guidance_layer.layers.{}", "distilled_guidance_layer.layers.{}", _LAYERS),
+    "distilled_guidance_layer.norms.{}.weight": "distilled_guidance_layer.norms.{}.scale",
+}
 _FLUX2 = {
     "x_embedder": "img_in",
     "context_embedder": "txt_in",
@@ -297,6 +302,8 @@ OPEN_CLIP: Table = {
 LAYOUTS: Mapping[str, Callable[[Config], Table]] = {
     "AuraFlowTransformer2DModel": lambda config: _AURAFLOW,
     "AutoencoderKL": _vae,
+    "ChromaTransformer2DModel": lambda config: _CHROMA,
+    "ErnieImageTransformer2DModel": lambda config: {},
     "Flux2Transformer2DModel": lambda config: _FLUX2,
     "FluxTransformer2DModel": lambda config: _FLUX,
     "Lumina2Transformer2DModel": lambda config: _LUMINA2,

@@ -52,6 +52,8 @@ _SD1 = FileLayout(
 )
 FILE_LAYOUTS: Mapping[str, FileLayout] = {
     "auraflow": FileLayout(),
+    "chroma": FileLayout(),
+    "ernie": FileLayout(),
     "flux": FileLayout(),
     "flux2": FileLayout(),
     "lumina2": FileLayout(),

@@ -212,7 +212,7 @@ OPTIONS: tuple[Rule, ...] = (
     *unsupported("- prompts have the length of the text encoder | max_token_length", off=(*OFF, 75, "75")),
     *unsupported("- the Huber losses have one threshold, huber_c | huber_scale", off=(*OFF, 1)),
     *unsupported("- the number of images that are left out is up to the dataset | dataset_repeats", off=(*OFF, 1, "1")),
-    *unsupported("- only flux | model_type | smalti has no Chroma", off=(*OFF, "flux")),
+    *unsupported("- only flux, not chroma | model_type", off=(*OFF, "flux")),
     *secret("huggingface_token", "wandb_api_key"),
 )
 

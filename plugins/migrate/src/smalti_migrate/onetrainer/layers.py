@@ -14,6 +14,8 @@ from smalti_migrate.rules import Found, Imported, Values
 PRESETS: Mapping[str, Mapping[str, str]] = (
     {"sdxl": {"attn-mlp": "attentions", "attn-only": "attn"}}
     | {"flux": {"attn-mlp": "attn,ff.net,proj_mlp", "attn-only": "attn", "blocks": "transformer_block"}}
+    | {"chroma": {"attn-mlp": "attn,ff.net", "attn-only": "attn", "blocks": "transformer_block"}}
+    | {"ernie": {"attn-mlp": "self_attention,mlp", "attn-only": "self_attention", "blocks": "layers"}}
     | {"flux2": {"blocks": "transformer_block"}, "sd3": {"attn-only": "attn", "blocks": "transformer_block"}}
     | {"pixart": {"attn-mlp": "attn1,attn2,ff.net", "attn-only": "attn1,attn2", "blocks": "transformer_block"}}
     | {"qwen_image": {"attn-mlp": "attn,img_mlp,txt_mlp", "attn-only": "attn", "blocks": "transformer_block"}}

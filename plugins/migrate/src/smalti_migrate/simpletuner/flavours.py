@@ -8,6 +8,8 @@ from smalti_migrate.simpletuner.rules import is_empty, plain
 
 FLAVOURS: Mapping[str, Mapping[str, tuple[str, str]]] = {
     "auraflow": {"v0.1": ("0.1", ""), "v0.2": ("0.2", ""), "v0.3": ("0.3", "")},
+    "chroma": {"base": ("", "lodestones/Chroma1-Base"), "flash": ("", "lodestones/Chroma1-Flash")},
+    "ernie": {"turbo": ("", "baidu/ERNIE-Image-Turbo")},
     "flux": {
         "krea": ("", "black-forest-labs/FLUX.1-Krea-dev"),
         "fluxbooru": ("", "terminusresearch/fluxbooru-v0.3"),
@@ -56,6 +58,7 @@ OTHER_MODELS: Mapping[tuple[str, str], str] = {
 """Flavours that name another model in SimpleTuner's files than here."""
 
 BASE_MODELS: Mapping[str, str] = {
+    "chroma": "lodestones/Chroma1-Base",
     "flux": "black-forest-labs/FLUX.1-Krea-dev",
     "flux2": "black-forest-labs/FLUX.2-klein-base-9B",
     "pixart": "terminusresearch/pixart-900m-1024-ft-v0.6",

@@ -25,6 +25,7 @@ _SAVED = 250
 """Steps between two checkpoints, and validation images: ai-toolkit's example."""
 _TOOLKIT = "https://github.com/ostris/ai-toolkit/blob/main/config/examples"
 _LORA_SOURCES = {
+    "chroma": f"{_TOOLKIT}/train_lora_chroma_24gb.yaml",
     "flux": f"{_TOOLKIT}/train_lora_flux_24gb.yaml",
     "lumina2": f"{_TOOLKIT}/train_lora_lumina.yaml",
     "qwen_image": f"{_TOOLKIT}/train_lora_qwen_image_24gb.yaml",

@@ -1,0 +1,126 @@
+"""Tokenizers, text encoders and autoencoders of the tiny pipelines: a few thousand parameters each, with random weights."""
+
+import re
+from string import printable
+
+from diffusers import AutoencoderKL, AutoencoderKLFlux2
+from tokenizers.pre_tokenizers import ByteLevel
+from tokenizers.processors import TemplateProcessing
+from transformers import (
+    CLIPTextConfig,
+    CLIPTokenizer,
+    Gemma2Config,
+    GemmaTokenizer,
+    Qwen2Tokenizer,
+    T5Config,
+    T5EncoderModel,
+    T5TokenizerFast,
+)
+
+LETTERS = sorted(ByteLevel.alphabet())
+
+
+def clip_tokenizer() -> CLIPTokenizer:
+    """One token for each byte."""
+    words = [*LETTERS, *(f"{letter}</w>" for letter in LETTERS), "<|startoftext|>", "<|endoftext|>"]
+    return CLIPTokenizer(vocab={word: number for number, word in enumerate(words)}, merges=[], model_max_length=77)
+
+
+def t5_tokenizer() -> T5TokenizerFast:
+    """One token for each character."""
+    letters = [letter for letter in printable if not letter.isspace()]
+    pieces = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0), ("▁", -2.0), *((letter, -3.0) for letter in letters)]
+    return T5TokenizerFast(vocab=pieces, model_max_length=64, extra_ids=0)
+
+
+def gemma_tokenizer() -> GemmaTokenizer:
+    """One token for each character, after one for the beginning."""
+    pieces = ["<pad>", "<eos>", "<bos>", "<unk>", "<mask>", "▁", *(letter for letter in printable if letter != " ")]
+    tokenizer = GemmaTokenizer(vocab={piece: number for number, piece in enumerate(pieces)}, merges=[], model_max_length=2048)
+    beginning = TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", pieces.index("<bos>"))])
+    tokenizer.backend_tokenizer.post_processor = beginning
+    return tokenizer
+
+
+QWEN_TEMPLATE = (
+    "<|im_start|>system\nDescribe the image by detailing the color, shape, size, texture, quantity, text, spatial "
+    "relationships of the objects and background:<|im_end|>\n<|im_start|>user\n"
+)
+
+
+def qwen_tokenizer() -> Qwen2Tokenizer:
+    """One token for each byte; but one for each word of the template, so that it has 34, as it has for the published one."""
+    words = dict.fromkeys(re.findall(r"<.*?>| ?\w+|\n|.", QWEN_TEMPLATE))
+    vocab = {letter: number for number, letter in enumerate([*LETTERS, "<|endoftext|>"])}
+    tokenizer = Qwen2Tokenizer(vocab=vocab, merges=[])
+    tokenizer.add_tokens([word for word in words if len(word) > 1], special_tokens=True)
+    return tokenizer
+
+
+def chat_tokenizer() -> Qwen2Tokenizer:
+    """With a template for messages that are text, or a list of one text."""
+    tokenizer = qwen_tokenizer()
+    tokenizer.chat_template = (
+        "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] if message['content'] is string "
+        "else message['content'][0]['text'] }}<|im_end|>\n{% endfor %}"
+    )
+    return tokenizer
+
+
+def clip_config(width: int = 32) -> CLIPTextConfig:
+    return CLIPTextConfig(
+        vocab_size=2 * len(LETTERS) + 2,
+        hidden_size=width,
+        intermediate_size=2 * width,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        max_position_embeddings=77,
+        projection_dim=width,
+        bos_token_id=2 * len(LETTERS),
+        eos_token_id=2 * len(LETTERS) + 1,
+    )
+
+
+def t5_encoder(width: int = 32) -> T5EncoderModel:
+    return T5EncoderModel(T5Config(vocab_size=100, d_model=width, d_ff=2 * width, d_kv=width // 2, num_heads=2, num_layers=2))
+
+
+def gemma_config(width: int = 32) -> Gemma2Config:
+    return Gemma2Config(
+        vocab_size=5 + len(printable),
+        hidden_size=width,
+        intermediate_size=2 * width,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=width // 2,
+    )
+
+
+def vae(channels: int, widths: tuple[int, ...] = (16, 16, 32), **more: object) -> AutoencoderKL:
+    """Pictures shrink to a quarter; by half once more with every further width."""
+    return AutoencoderKL(
+        block_out_channels=widths,
+        down_block_types=("DownEncoderBlock2D",) * len(widths),
+        up_block_types=("UpDecoderBlock2D",) * len(widths),
+        layers_per_block=1,
+        latent_channels=channels,
+        norm_num_groups=8,
+        sample_size=64,
+        **more,
+    )
+
+
+def patch_vae() -> AutoencoderKLFlux2:
+    """That of Flux.2, with statistics of its own."""
+    autoencoder = AutoencoderKLFlux2(
+        block_out_channels=(16, 16, 32),
+        down_block_types=("DownEncoderBlock2D",) * 3,
+        up_block_types=("UpDecoderBlock2D",) * 3,
+        layers_per_block=1,
+        latent_channels=4,
+        norm_num_groups=8,
+    )
+    autoencoder.bn.running_mean.uniform_(-1, 1)
+    autoencoder.bn.running_var.uniform_(0.5, 4)
+    return autoencoder
