@@ -19,6 +19,7 @@ MAKERS = {
     "lumina2": ("lumina2", tiny.lumina2, {}),
     "qwen image": ("qwen_image", tiny.qwen_image, {}),
     "z image": ("z_image", tiny.z_image, {}),
+    "anima": ("anima", tiny.anima, {}),
 }
 # Whose model is no transformer too.
 EVERY = MAKERS | {

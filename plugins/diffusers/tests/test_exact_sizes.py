@@ -25,7 +25,6 @@ from smalti_diffusers.families.unet import UNetFamily
 from smalti_diffusers.families.z_image import ZImage
 from smalti_diffusers.lora.adapter import Lora
 from smalti_diffusers.options import DiffusersOptions
-from smalti_diffusers.pipeline import parameter_count
 from smalti_diffusers.sources.components import Components
 from support.whole import some
 

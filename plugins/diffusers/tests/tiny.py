@@ -1,17 +1,19 @@
 """Whole pipelines of a few hundred thousand parameters in diffusers' layout, tokenizers included, with random weights."""
 
-import re
 from pathlib import Path
 from string import printable
 
 import torch
 from diffusers import (
+    AnimaAutoBlocks,
+    AnimaTextConditioner,
     AuraFlowPipeline,
     AuraFlowTransformer2DModel,
     AutoencoderDC,
     AutoencoderKL,
     AutoencoderKLFlux2,
     AutoencoderKLQwenImage,
+    CosmosTransformer3DModel,
     DDIMScheduler,
     DPMSolverMultistepScheduler,
     EulerDiscreteScheduler,
@@ -39,79 +41,25 @@ from diffusers import (
     ZImagePipeline,
     ZImageTransformer2DModel,
 )
-from tokenizers.pre_tokenizers import ByteLevel
-from tokenizers.processors import TemplateProcessing
+from tiny_tokenizers import LETTERS, chat_tokenizer, clip_tokenizer, gemma_tokenizer, qwen_tokenizer, t5_tokenizer
 from transformers import (
     CLIPTextConfig,
     CLIPTextModel,
     CLIPTextModelWithProjection,
-    CLIPTokenizer,
     Gemma2Config,
     Gemma2Model,
-    GemmaTokenizer,
     Mistral3Config,
     Mistral3ForConditionalGeneration,
     Qwen2_5_VLConfig,
     Qwen2_5_VLForConditionalGeneration,
-    Qwen2Tokenizer,
     Qwen3Config,
     Qwen3ForCausalLM,
     Qwen3Model,
     T5Config,
     T5EncoderModel,
-    T5TokenizerFast,
     UMT5Config,
     UMT5EncoderModel,
 )
-
-LETTERS = sorted(ByteLevel.alphabet())
-
-
-def clip_tokenizer() -> CLIPTokenizer:
-    """One token for each byte."""
-    words = [*LETTERS, *(f"{letter}</w>" for letter in LETTERS), "<|startoftext|>", "<|endoftext|>"]
-    return CLIPTokenizer(vocab={word: number for number, word in enumerate(words)}, merges=[], model_max_length=77)
-
-
-def t5_tokenizer() -> T5TokenizerFast:
-    """One token for each character."""
-    letters = [letter for letter in printable if not letter.isspace()]
-    pieces = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0), ("▁", -2.0), *((letter, -3.0) for letter in letters)]
-    return T5TokenizerFast(vocab=pieces, model_max_length=64, extra_ids=0)
-
-
-def gemma_tokenizer() -> GemmaTokenizer:
-    """One token for each character, after one for the beginning."""
-    pieces = ["<pad>", "<eos>", "<bos>", "<unk>", "<mask>", "▁", *(letter for letter in printable if letter != " ")]
-    tokenizer = GemmaTokenizer(vocab={piece: number for number, piece in enumerate(pieces)}, merges=[], model_max_length=2048)
-    beginning = TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", pieces.index("<bos>"))])
-    tokenizer.backend_tokenizer.post_processor = beginning
-    return tokenizer
-
-
-QWEN_TEMPLATE = (
-    "<|im_start|>system\nDescribe the image by detailing the color, shape, size, texture, quantity, text, spatial "
-    "relationships of the objects and background:<|im_end|>\n<|im_start|>user\n"
-)
-
-
-def qwen_tokenizer() -> Qwen2Tokenizer:
-    """One token for each byte; but one for each word of the template, so that it has 34, as it has for the published one."""
-    words = dict.fromkeys(re.findall(r"<.*?>| ?\w+|\n|.", QWEN_TEMPLATE))
-    vocab = {letter: number for number, letter in enumerate([*LETTERS, "<|endoftext|>"])}
-    tokenizer = Qwen2Tokenizer(vocab=vocab, merges=[])
-    tokenizer.add_tokens([word for word in words if len(word) > 1], special_tokens=True)
-    return tokenizer
-
-
-def chat_tokenizer() -> Qwen2Tokenizer:
-    """With a template for messages that are text, or a list of one text."""
-    tokenizer = qwen_tokenizer()
-    tokenizer.chat_template = (
-        "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] if message['content'] is string "
-        "else message['content'][0]['text'] }}<|im_end|>\n{% endfor %}"
-    )
-    return tokenizer
 
 
 def clip_config(width: int = 32) -> CLIPTextConfig:
@@ -364,6 +312,18 @@ def lumina2(folder: Path, *, heads: int = 2) -> Path:
     return folder
 
 
+def video_vae() -> AutoencoderKLQwenImage:
+    return AutoencoderKLQwenImage(
+        base_dim=8,
+        z_dim=4,
+        dim_mult=[1, 1, 2],
+        num_res_blocks=1,
+        temperal_downsample=[False, True],
+        latents_mean=[0.1, -0.2, 0.3, 0.0],
+        latents_std=[1.5, 0.5, 2.0, 1.0],
+    )
+
+
 def qwen_image(folder: Path) -> Path:
     """Qwen-Image, whose autoencoder is one for video."""
     torch.manual_seed(0)
@@ -383,15 +343,7 @@ def qwen_image(folder: Path) -> Path:
     )
     QwenImagePipeline(
         scheduler=FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True, shift_terminal=0.02),
-        vae=AutoencoderKLQwenImage(
-            base_dim=8,
-            z_dim=4,
-            dim_mult=[1, 1, 2],
-            num_res_blocks=1,
-            temperal_downsample=[False, True],
-            latents_mean=[0.1, -0.2, 0.3, 0.0],
-            latents_std=[1.5, 0.5, 2.0, 1.0],
-        ),
+        vae=video_vae(),
         text_encoder=Qwen2_5_VLForConditionalGeneration(Qwen2_5_VLConfig(text_config=text | heads, vision_config=vision)),
         tokenizer=tokenizer,
         transformer=transformer,
@@ -466,12 +418,9 @@ def sdxl(folder: Path, *, force_zeros: bool = True, **scheduler: object) -> Path
     return folder
 
 
-def z_image(folder: Path) -> Path:
-    """Z-Image."""
-    torch.manual_seed(0)
-    tokenizer = chat_tokenizer()
-    encoder = Qwen3Config(
-        vocab_size=len(tokenizer),
+def qwen3(words: int) -> Qwen3Model:
+    config = Qwen3Config(
+        vocab_size=words,
         hidden_size=32,
         intermediate_size=32,
         num_hidden_layers=2,
@@ -479,6 +428,13 @@ def z_image(folder: Path) -> Path:
         num_key_value_heads=1,
         head_dim=16,
     )
+    return Qwen3Model(config)
+
+
+def z_image(folder: Path) -> Path:
+    """Z-Image."""
+    torch.manual_seed(0)
+    tokenizer = chat_tokenizer()
     transformer = ZImageTransformer2DModel(
         in_channels=4,
         dim=24,
@@ -493,8 +449,48 @@ def z_image(folder: Path) -> Path:
     ZImagePipeline(
         scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0),
         vae=vae(4, shift_factor=0.1, scaling_factor=0.4, use_quant_conv=False, use_post_quant_conv=False),
-        text_encoder=Qwen3Model(encoder),
+        text_encoder=qwen3(len(tokenizer)),
         tokenizer=tokenizer,
         transformer=transformer,
     ).save_pretrained(folder)
+    return folder
+
+
+def anima(folder: Path) -> Path:
+    """Anima, a modular pipeline."""
+    torch.manual_seed(0)
+    tokenizer, t5 = qwen_tokenizer(), t5_tokenizer()
+    transformer = CosmosTransformer3DModel(
+        in_channels=4,
+        out_channels=4,
+        num_attention_heads=2,
+        attention_head_dim=12,
+        num_layers=2,
+        mlp_ratio=2.0,
+        text_embed_dim=24,
+        adaln_lora_dim=8,
+        max_size=(4, 64, 64),
+        rope_scale=(1.0, 4.0, 4.0),
+        extra_pos_embed_type=None,
+    )
+    conditioner = AnimaTextConditioner(
+        source_dim=32,
+        target_dim=24,
+        model_dim=16,
+        num_layers=2,
+        num_attention_heads=2,
+        target_vocab_size=len(t5),
+        min_sequence_length=32,
+    )
+    pipeline = AnimaAutoBlocks().init_pipeline()
+    pipeline.update_components(
+        scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0),
+        vae=video_vae(),
+        text_encoder=qwen3(len(tokenizer)),
+        tokenizer=tokenizer,
+        t5_tokenizer=t5,
+        text_conditioner=conditioner,
+        transformer=transformer,
+    )
+    pipeline.save_pretrained(str(folder), overwrite_modular_index=True)
     return folder

@@ -19,6 +19,7 @@ def _entry(name: str, title: str, cls: str) -> FamilyEntry:
 
 
 FAMILIES = (
+    _entry("anima", "Anima", "Anima"),
     _entry("auraflow", "AuraFlow", "AuraFlow"),
     _entry("flux", "Flux.1", "Flux"),
     _entry("flux2", "Flux.2", "Flux2"),
