@@ -8,9 +8,10 @@ from inspect import signature
 import pytest
 import tiny
 import torch
-from diffusers import ModularPipeline
+from adapters import opened
 from diffusers.models.transformers import transformer_cosmos
 from kinds import GUIDANCE, PROMPTS, SIZE
+from single_files import single_file
 from test_export import trained
 from torch.nn.functional import interpolate
 
@@ -51,13 +52,6 @@ def torchvision():
         yield
 
 
-def opened(folder):
-    pipeline = ModularPipeline.from_pretrained(folder)
-    pipeline.load_components()
-    pipeline.set_progress_bar_config(disable=True)
-    return pipeline
-
-
 @dataclass(frozen=True)
 class Drawn:
     family: object
@@ -71,7 +65,7 @@ class Drawn:
         return self.pipeline(output=output, **given, **sizes)
 
     def sample(self, monkeypatch, **more):
-        given = lambda request: {"latents": self.noise.unsqueeze(2)}  # noqa: E731
+        given = lambda request: {"latents": self.noise.unsqueeze(2)}
         monkeypatch.setattr(self.family, "sampling", given)
         settings = {"prompts": list(PROMPTS), "seeds": (1, 2), "steps": 2, "guidance": GUIDANCE} | more
         request = SampleRequest(width=SIZE[0], height=SIZE[1], objective=native_objective(self.family), **settings)
@@ -90,7 +84,9 @@ class Drawn:
 def drawn(family_of):
     family = family_of("anima")
     noise = torch.randn(LATENTS, generator=torch.Generator().manual_seed(1))
-    return Drawn(family, opened(family.components.folder), noise)
+    pipeline = opened(family.components.folder)
+    pipeline.set_progress_bar_config(disable=True)
+    return Drawn(family, pipeline, noise)
 
 
 def test_the_model_is_called_with_what_the_pipeline_calls_it_with(drawn):
@@ -117,7 +113,9 @@ def test_the_prediction_is_what_the_pipeline_gives_its_scheduler(drawn):
     given, scheduler = [], drawn.pipeline.scheduler
     with pytest.MonkeyPatch.context() as patch:
         step = scheduler.step
-        patch.setattr(scheduler, "step", lambda answer, *others, **named: (given.append(answer), step(answer, *others, **named))[1])
+        patch.setattr(
+            scheduler, "step", lambda answer, *others, **named: (given.append(answer), step(answer, *others, **named))[1]
+        )
         timesteps = drawn.draw("timesteps", guidance=1.0)
     with torch.no_grad():
         conditioning = drawn.family.encode_captions(PROMPTS)
@@ -206,6 +204,21 @@ def test_an_export_never_names_weights_of_another_model(tmp_path):
         assert [library, kind, place["subfolder"]] == [*before[name][:2], name]
         assert place["pretrained_model_name_or_path"] is None
         assert before[name][2]["pretrained_model_name_or_path"] == str(tmp_path / "base")
+
+
+@pytest.mark.parametrize("prefix", ["net.", "model.diffusion_model.", ""])
+def test_a_single_file_has_the_conditioner_too(family_of, tmp_path, prefix):
+    base = family_of("anima").components
+    conditioner = base.weights("text_conditioner")
+    more = {f"{prefix}llm_adapter.{name}": conditioner.get(name) + 1 for name in conditioner.names()}
+    file = single_file(base.folder, tmp_path / "anima.safetensors", "anima", prefix=prefix, more=more)
+    family = family_over(file, f"--base_pipeline={base.folder}")
+    model, expected = family.base_weights(0), base.weights("transformer")
+    assert [name for name in expected.names() if not torch.equal(model.get(name), expected.get(name))] == []
+    found = family.components.load("text_conditioner").state_dict()
+    assert [name for name in found if not torch.equal(found[name], conditioner.get(name) + 1)] == []
+    assert family.notices == ()
+    assert family.components.replaced.keys() == {"transformer", "text_conditioner"}
 
 
 class TestAnima(FamilyContract):

@@ -64,15 +64,20 @@ class Anima(ModularFamily):
 
     def build_base(self) -> nn.Module:
         model = super().build_base()
-        cast(Any, model).register_to_config(concat_padding_mask=False)
-        if self.model_config.get("concat_padding_mask", True):
-            cast(nn.Module, model.patch_embed).register_forward_pre_hook(_with_padding_mask)
+        without_padding(model)
         return model
 
 
-def _with_padding_mask(module: nn.Module, inputs: tuple[Tensor]) -> tuple[Tensor]:
-    """Latents (B, C, 1, h, w) with a channel of zeros: the mask says that nothing is padding.
+def without_padding(model: nn.Module) -> None:
+    """Make a transformer of Cosmos take images of which nothing is padding, without being given a mask that says so.
 
-    The model's own code for it resizes a mask of the image's size, for which it needs torchvision.
+    Its own code resizes a mask of the image's size, for which it needs torchvision.
     """
+    if cast(Any, model).config.concat_padding_mask:
+        cast(Any, model).register_to_config(concat_padding_mask=False)
+        cast(nn.Module, model.patch_embed).register_forward_pre_hook(_with_mask)
+
+
+def _with_mask(module: nn.Module, inputs: tuple[Tensor]) -> tuple[Tensor]:
+    """Before the patches: latents (B, C, 1, h, w) get a channel of zeros, which is the mask."""
     return (pad(inputs[0], (0, 0, 0, 0, 0, 0, 0, 1)),)

@@ -18,7 +18,7 @@ from smalti_diffusers.sources.components import class_of
 
 
 class ModularFamily(TransformerFamily):
-    """Fields as in `TransformerFamily`. Names in `captions` are those of the pipeline's inputs, which blocks of texts return."""
+    """Fields as in `TransformerFamily`. `captions` names inputs of the pipeline, which the blocks of texts return."""
 
     workflow: ClassVar[str] = "text2image"
     """Which of the pipeline's workflows samples."""

@@ -80,6 +80,11 @@ class Components:
         listed = {name: _library_and_class(value) for name, value in self.index.items() if isinstance(value, list)}
         self._classes = {name: value for name, value in listed.items() if value[0] is not None}
 
+    @property
+    def is_modular(self) -> bool:
+        """Whether it is a modular pipeline, which diffusers loads by another class."""
+        return "_blocks_class_name" in self.index
+
     def has(self, part: str) -> bool:
         return part in self._classes
 

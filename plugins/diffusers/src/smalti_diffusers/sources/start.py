@@ -47,6 +47,7 @@ _FAMILIES = {
     "flux-schnell": "flux",
     "flux-2-dev": "flux2",
     "auraflow": "auraflow",
+    "cosmos-2.0-t2i-2B": "anima",
     "lumina2": "lumina2",
     "sana": "sana",
     "z-image-turbo": "z_image",
