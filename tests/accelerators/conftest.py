@@ -24,6 +24,7 @@ COMMON = {
     "without": "plots",
 }
 PIPELINE_MODULES = {
+    "anima": "diffusers.modular_pipelines.anima",
     "auraflow": "diffusers.pipelines.aura_flow.pipeline_aura_flow",
     "flux": "diffusers.pipelines.flux.pipeline_flux",
     "flux2": "diffusers.pipelines.flux2.pipeline_flux2_klein",

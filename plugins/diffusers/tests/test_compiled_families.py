@@ -9,8 +9,8 @@ import pytest
 from support.forked_ranks import forked_processes
 from support.whole import some
 
-FAMILIES = ("auraflow", "flux", "flux2", "lumina2", "pixart", "qwen_image", "sana", "sd3", "sdxl", "z_image")
-WHOLE = ("lumina2", "sana", "sdxl", "z_image")
+FAMILIES = ("anima", "auraflow", "flux", "flux2", "lumina2", "pixart", "qwen_image", "sana", "sd3", "sdxl", "z_image")
+WHOLE = ("anima", "lumina2", "sana", "sdxl", "z_image")
 """Their tokens cannot be split."""
 MOST = {"sdxl": 9}
 """Graphs for one size of images; of others 4. Residual blocks of this U-Net have seven pairs of widths: a graph each."""
