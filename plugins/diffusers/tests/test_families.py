@@ -251,7 +251,9 @@ def test_an_image_counts_as_many_tokens_as_the_blocks_are_given(drawn):
     assert lengths[0] == (-(-said // 32) * 32 if drawn.family.name == "z_image" else said)
 
 
-@pytest.mark.parametrize(("kind", "shift"), [("flux", 3.158), ("flux2 klein", 3.158), ("sana", 1.878), ("lumina2", 3.158), ("anima", 3.158)])
+@pytest.mark.parametrize(
+    ("kind", "shift"), [("flux", 3.158), ("flux2 klein", 3.158), ("sana", 1.878), ("lumina2", 3.158), ("anima", 3.158)]
+)
 def test_the_automatic_shift_goes_by_the_tokens_of_the_family(family_of, kind, shift, monkeypatch):
     """At 1024 pixels Flux.2 has 64 x 64 of them, each one latent pixel; Sana 32 x 32."""
     tiny = family_of(kind)

@@ -8,11 +8,13 @@ from inspect import signature
 import pytest
 import tiny
 import torch
-from adapters import opened
+from adapters import ALPHA, RANK, opened, tensors
 from diffusers.models.transformers import transformer_cosmos
 from kinds import GUIDANCE, PROMPTS, SIZE
+from safetensors.torch import save_file
 from single_files import single_file
 from test_export import trained
+from test_init_lora import started
 from torch.nn.functional import interpolate
 
 from smalti import UserError
@@ -25,6 +27,7 @@ from smalti.parallel.state import PortableState
 from smalti.plugins.discovery import load_plugins
 from smalti.plugins.lookup import find_family
 from smalti.plugins.schema import schema_of
+from smalti_diffusers.lora.formats import kohya_name, original_layers
 from smalti_export.folder import NewExport, TrainedWeights
 from smalti_testing.family_subject import CAPTIONS, FamilySubject, native_objective
 from smalti_testing.pytest import FamilyContract
@@ -204,6 +207,25 @@ def test_an_export_never_names_weights_of_another_model(tmp_path):
         assert [library, kind, place["subfolder"]] == [*before[name][:2], name]
         assert place["pretrained_model_name_or_path"] is None
         assert before[name][2]["pretrained_model_name_or_path"] == str(tmp_path / "base")
+
+
+def test_an_adapter_of_ai_toolkit_starts_a_run(adapter, tmp_path):
+    made = adapter("anima")
+    end = {"lora_down": "lora_A", "lora_up": "lora_B"}
+    names = {kohya_name(original): original for original in original_layers(made.subject.family.meta_model, {})}
+    theirs = {}
+    for name, tensor in tensors(made.export(tmp_path / "style", format="kohya")).items():
+        layer, _, part = name.partition(".")
+        if part != "alpha":
+            matrix = part.removesuffix(".weight")
+            theirs[f"diffusion_model.{names[layer]}.{end[matrix]}.weight"] = tensor * (
+                ALPHA / RANK if matrix == "lora_up" else 1
+            )
+    save_file(theirs, tmp_path / "toolkit.safetensors")
+    found = started(made, tmp_path / "toolkit.safetensors")
+    assert found.deltas.keys() == made.deltas.keys()
+    for layer, delta in made.deltas.items():
+        torch.testing.assert_close(found.deltas[layer], delta)
 
 
 @pytest.mark.parametrize("prefix", ["net.", "model.diffusion_model.", ""])
