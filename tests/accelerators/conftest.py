@@ -24,6 +24,7 @@ COMMON = {
     "without": "plots",
 }
 PIPELINE_MODULES = {
+    "anima": "diffusers.modular_pipelines.anima",
     "auraflow": "diffusers.pipelines.aura_flow.pipeline_aura_flow",
     "chroma": "diffusers.pipelines.chroma.pipeline_chroma",
     "ernie": "diffusers.pipelines.ernie_image.pipeline_ernie_image",

@@ -5,7 +5,7 @@ import pytest
 from accelerators.orderly import Orderly
 from support.whole import some
 
-OTHERS = ("sd3", "flux2", "pixart", "sana", "auraflow", "lumina2", "qwen_image", "z_image", "chroma", "ernie")
+OTHERS = ("sd3", "flux2", "pixart", "sana", "auraflow", "lumina2", "qwen_image", "z_image", "chroma", "ernie", "anima")
 RUNS = {
     "sdxl": {"family": "sdxl", "flags": ["fsdp_enable", "use_ema"]},
     "flux adapter": {"family": "flux", "flags": ["fsdp_enable"], "model_type": "lora", "lora_rank": 4},

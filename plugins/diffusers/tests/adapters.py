@@ -5,6 +5,7 @@ from pathlib import Path
 
 import tiny
 import torch
+from diffusers import DiffusionPipeline, ModularPipeline
 from safetensors.torch import load_file
 
 from smalti.checkpoint.conversion.export_request import ExportRequest
@@ -17,6 +18,7 @@ from smalti.parallel.state import PortableState
 from smalti.plugins.discovery import load_plugins
 from smalti.plugins.lookup import find_family
 from smalti.plugins.schema import schema_of
+from smalti_diffusers.families.anima import without_padding
 from smalti_diffusers.families.qwen_image import mask_aside
 from smalti_diffusers.lora.kinds import parted
 from smalti_diffusers.lora.shapes import MAGNITUDE
@@ -26,21 +28,18 @@ from smalti_testing.strategies import SingleRank
 
 RANK, ALPHA = 4, 6.0
 FAMILIES = (
-    "auraflow",
-    "chroma",
-    "ernie",
-    "flux",
-    "flux2",
-    "lumina2",
-    "pixart",
-    "qwen_image",
-    "sana",
-    "sd1x",
-    "sd2x",
-    "sd3",
-    "sdxl",
-    "z_image",
+    *("anima", "auraflow", "chroma", "ernie", "flux", "flux2", "lumina2", "pixart", "qwen_image"),
+    *("sana", "sd1x", "sd2x", "sd3", "sdxl", "z_image"),
 )
+
+
+def opened(folder: Path) -> DiffusionPipeline | ModularPipeline:
+    """A pipeline with all of its parts, by diffusers."""
+    if not (folder / "modular_model_index.json").is_file():
+        return DiffusionPipeline.from_pretrained(folder)
+    pipeline = ModularPipeline.from_pretrained(folder)
+    pipeline.load_components()
+    return pipeline
 
 
 def family(name, base, *flags):
@@ -85,6 +84,8 @@ class Adapter:
     def predict(self, model) -> torch.Tensor:
         if model is not self.model and self.subject.family.name == "qwen_image":
             mask_aside(model)  # as those that the family builds
+        if self.subject.family.name == "anima":
+            without_padding(model)
         noisy = torch.randn(self.subject.latents.shape, generator=torch.Generator().manual_seed(0))
         with torch.no_grad():
             return self.subject.predict(model, noisy, [100.0, 500.0, 900.0], self.subject.captions)

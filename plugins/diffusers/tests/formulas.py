@@ -139,6 +139,17 @@ def z_image(c, n, m):
     return ends + once + modulation + c.n_refiner_layers * (block(n) + block(m)) + c.n_layers * block(n + m)
 
 
+def anima(c, n, m):
+    d, patch, low = width_of(c), c.patch_size[1] * c.patch_size[2], c.adaln_lora_dim
+    ends = linear(n, patch * (c.in_channels + 1), d) + linear(n, d, patch * c.out_channels)
+    once = linear(1, d, d) + linear(1, d, 3 * d)
+    own = linear(n, d, 4 * d) + attention(n, n, d)
+    across = linear(n, d, 2 * d) + linear(m, c.text_embed_dim, 2 * d) + attention(n, m, d)
+    modulation = 3 * (linear(1, d, low) + linear(1, low, 3 * d))
+    last = linear(1, d, low) + linear(1, low, 2 * d)
+    return ends + once + last + c.num_layers * (own + across + modulation + 2 * linear(n, d, int(c.mlp_ratio * d)))
+
+
 def sdxl(c, h, w, m):
     widths, time = c.block_out_channels, 4 * c.block_out_channels[0]
     depths = [0 if "CrossAttn" not in kind else own for kind, own in zip(c.down_block_types, depths_of(c), strict=True)]

@@ -22,8 +22,9 @@ MAKERS = {
     "qwen image": ("qwen_image", tiny.qwen_image, {}),
     "z image": ("z_image", tiny.z_image, {}),
 }
-# Whose model is no transformer too.
+# Whose model is no transformer too, and modular pipelines.
 EVERY = MAKERS | {
+    "anima": ("anima", tiny.anima, {}),
     "sd1x": ("sd1x", tiny.sd1x, {}),
     "sd2x": ("sd2x", tiny.sd2x, {}),
     "sdxl": ("sdxl", tiny.sdxl, {}),

@@ -26,4 +26,5 @@ MADE = {"Transformer2DModel": "PixArtTransformer2DModel"}
 PUBLISHED = {family: _model(family) for family in FLAVOURS}
 """By family, the class in diffusers and the configuration of one published model."""
 SDXL = PUBLISHED["sdxl"][1]
+ANIMA = PUBLISHED["anima"][1]
 FLUX_DEV = PUBLISHED["flux"][1]

@@ -4,10 +4,11 @@ import re
 
 import pytest
 import torch
-from adapters import ALPHA, FAMILIES, RANK, make_adapter, tensors
+from adapters import ALPHA, FAMILIES, RANK, make_adapter, opened, tensors
 from comfyui_names import KNOWN
 from diffusers import (
     ChromaTransformer2DModel,
+    CosmosTransformer3DModel,
     DiffusionPipeline,
     FluxPipeline,
     FluxTransformer2DModel,
@@ -15,7 +16,7 @@ from diffusers import (
     SD3Transformer2DModel,
 )
 from diffusers.loaders import single_file_utils
-from published import FLUX_DEV, PUBLISHED
+from published import ANIMA, FLUX_DEV, PUBLISHED
 
 from smalti import UserError
 from smalti.checkpoint.conversion.formats import OwnCheckpoint
@@ -35,6 +36,7 @@ LOADED_BY_DIFFUSERS = [
 ]
 LOADED = [
     *(
+        ("anima", "diffusers"),
         ("flux", "diffusers"),
         ("sana", "diffusers"),
         ("flux", "comfyui"),
@@ -50,7 +52,7 @@ LOADED = [
 def test_load_lora_weights_reads_the_file_with_the_strength_of_the_run(adapter, tmp_path, name, format):
     made = adapter(name)
     expected = made.predict(made.model)
-    pipeline = DiffusionPipeline.from_pretrained(made.base)
+    pipeline = opened(made.base)
     before = made.predict(pipeline.components[made.subject.family.part])
     pipeline.load_lora_weights(made.export(tmp_path / "style", format=format))
     found = made.predict(pipeline.components[made.subject.family.part])
@@ -105,6 +107,7 @@ HIDDEN = {
     "flux": (FluxTransformer2DModel, FLUX_DEV | {"num_layers": 1, "num_single_layers": 1}),
     "sd3": (SD3Transformer2DModel, {"num_layers": 2, "attention_head_dim": 16, "num_attention_heads": 2}),
     "lumina2": (Lumina2Transformer2DModel, {"num_layers": 1}),
+    "anima": (CosmosTransformer3DModel, ANIMA | {"num_layers": 2, "num_attention_heads": 2}),
 }
 """Models of the published widths, which diffusers' conversions of single files take for granted; on the meta device."""
 
@@ -120,6 +123,7 @@ CONVERSIONS = {
     "flux": single_file_utils.convert_flux_transformer_checkpoint_to_diffusers,
     "sd3": single_file_utils.convert_sd3_transformer_checkpoint_to_diffusers,
     "lumina2": single_file_utils.convert_lumina2_to_diffusers,
+    "anima": single_file_utils.convert_cosmos_transformer_checkpoint_to_diffusers,
 }
 
 
@@ -179,7 +183,12 @@ def test_diffusers_reads_the_kohya_format_of_flux(adapter, tmp_path):
 
 @pytest.mark.parametrize(
     ("name", "format", "tool"),
-    [("flux", "diffusers", "diffusers"), ("sdxl", "peft", "diffusers and peft"), ("pixart", "peft", "diffusers and peft")],
+    [
+        ("anima", "diffusers", "diffusers"),
+        ("flux", "diffusers", "diffusers"),
+        ("sdxl", "peft", "diffusers and peft"),
+        ("pixart", "peft", "diffusers and peft"),
+    ],
 )
 def test_the_lines_that_an_export_shows_load_it(adapter, tmp_path, name, format, tool):
     made = adapter(name)

@@ -9,8 +9,11 @@ import pytest
 from support.forked_ranks import forked_processes
 from support.whole import some
 
-FAMILIES = ("auraflow", "chroma", "ernie", "flux", "flux2", "lumina2", "pixart", "qwen_image", "sana", "sd3", "sdxl", "z_image")
-WHOLE = ("chroma", "ernie", "lumina2", "sana", "sdxl", "z_image")
+FAMILIES = (
+    *("anima", "auraflow", "chroma", "ernie", "flux", "flux2", "lumina2", "pixart", "qwen_image", "sana", "sd3", "sdxl"),
+    "z_image",
+)
+WHOLE = ("anima", "chroma", "ernie", "lumina2", "sana", "sdxl", "z_image")
 """Their tokens cannot be split."""
 MOST = {"sdxl": 9}
 """Graphs for one size of images; of others 4. Residual blocks of this U-Net have seven pairs of widths: a graph each."""

@@ -229,7 +229,7 @@ def test_the_length_of_captions_can_be_chosen(family_of, kind):
     assert tokens.shape[1] == 24 + 77 * kind.startswith("sd3")
 
 
-@pytest.mark.parametrize("kind", ["flux", "flux schnell", "sd3", "auraflow", "lumina2", "z image"])
+@pytest.mark.parametrize("kind", ["flux", "flux schnell", "sd3", "auraflow", "lumina2", "z image", "anima"])
 def test_times_are_moved_towards_noise_as_the_pipelines_scheduler_moves_them(family_of, kind):
     family, times = family_of(kind), [1.0, 0.75, 0.25]
     scheduler, tokens = family.frozen.scheduler, 48 * 64 // 4
@@ -257,11 +257,13 @@ def test_an_image_counts_as_many_tokens_as_the_blocks_are_given(drawn):
     assert lengths[0] == (-(-said // 32) * 32 if drawn.family.name == "z_image" else said)
 
 
-@pytest.mark.parametrize(("kind", "shift"), [("flux", 3.158), ("flux2 klein", 3.158), ("sana", 1.878), ("lumina2", 3.158)])
+@pytest.mark.parametrize(
+    ("kind", "shift"), [("flux", 3.158), ("flux2 klein", 3.158), ("sana", 1.878), ("lumina2", 3.158), ("anima", 3.158)]
+)
 def test_the_automatic_shift_goes_by_the_tokens_of_the_family(family_of, kind, shift, monkeypatch):
     """At 1024 pixels Flux.2 has 64 x 64 of them, each one latent pixel; Sana 32 x 32."""
     tiny = family_of(kind)
-    published = {"flux": 8, "flux2": 16, "sana": 32, "lumina2": 8}[tiny.name]  # the tiny autoencoders are shallower
+    published = {"flux": 8, "flux2": 16, "sana": 32, "lumina2": 8, "anima": 8}[tiny.name]  # the tiny autoencoders are shallower
     monkeypatch.setattr(type(tiny), "vae_scale", published)
     family = family_of(kind)
     config = resolve(schema_of(load_plugins()), ["--flow_schedule_auto_shift"], environment={})

@@ -24,6 +24,7 @@ KOHYA = {
     "flux": (494, 85_917_696, 304, 76_578_816),
     "sd3": (333, 29_097_984, 237, 26_738_688),
     "lumina2": (240, 28_640_256, 180, 26_428_416),
+    "anima": (280, 22_937_600, 280, 22_937_600),
 }
 """Layers and parameters of an adapter, here and there. But for SDXL, query, key and value are one layer there."""
 LAST = "transformer_blocks.23.norm1_context.linear"
@@ -33,6 +34,7 @@ KOHYA_BLOCKS = {
     "flux": ("FluxTransformerBlock", "FluxSingleTransformerBlock"),
     "sd3": ("JointTransformerBlock",),
     "lumina2": ("Lumina2TransformerBlock", "LuminaLayerNormContinuous"),
+    "anima": ("Attention", "FeedForward"),
 }
 """The classes of diffusers in which sd-scripts adapts every linear layer. Of Lumina 2 it has the last layer too."""
 AI_TOOLKIT = {
@@ -45,6 +47,7 @@ AI_TOOLKIT = {
     "auraflow": (326, 51_597_824),
     "qwen_image": (840, 147_456_000),
     "z_image": (240, 42_516_480),
+    "anima": (448, 34_635_776),
 }
 AI_TOOLKIT_BLOCKS = {"lumina2": ("layers.", "noise_refiner.", "context_refiner."), "z_image": ("layers",), "auraflow": ("",)}
 """Parts of the names of layers; `attentions` of SDXL, `transformer_blocks` of all others."""
@@ -59,6 +62,7 @@ ONETRAINER = {
     "sana": ("SANA", 207),
     "qwen_image": ("QWEN", 846),
     "z_image": ("Z_IMAGE", 276),
+    "anima": ("ANIMA", 454),
 }
 
 
@@ -312,6 +316,7 @@ FILTERS = {
         r"^layers\.[0-9]+\.(attention|feed_forward)\.",
         210,
     ),
+    "a preset of Anima": ("anima", {"layer_filter_preset": "attn-mlp"}, "attn1|attn2|ff", 280),
     "a preset alone": ("sdxl", {"layer_filter_preset": "attn-mlp"}, "attentions", 722),
     "keys of older files": ("flux", {"lora_layers": "attn,ff.net", "lora_layer_preset": "attn-mlp"}, r"attn|ff\.net", 304),
 }

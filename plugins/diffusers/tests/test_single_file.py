@@ -41,6 +41,7 @@ MAKERS = {
     "lumina2": ("lumina2", tiny.lumina2, {"heads": 3}),
     "qwen image": ("qwen_image", tiny.qwen_image, {}),
     "z image": ("z_image", tiny.z_image, {}),
+    "anima": ("anima", tiny.anima, {}),
 }
 LAYOUTS = {"original": "", "comfyui": UNET, "auraflow": "model."}
 EVERY = [*product(MAKERS, LAYOUTS)]

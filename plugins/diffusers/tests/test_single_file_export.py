@@ -40,6 +40,7 @@ KNOWN = {
     "lumina2": ("cap_embedder.0.weight", "layers.0.attention.qkv.weight"),
     "qwen_image": ("transformer_blocks.0.attn.add_q_proj.weight", "img_in.weight"),
     "z_image": ("layers.0.adaLN_modulation.0.weight", "final_layer.linear.weight"),
+    "anima": ("net.blocks.0.self_attn.q_proj.weight", "net.llm_adapter.blocks.0.cross_attn.k_proj.weight"),
 }
 """Names by which ComfyUI and diffusers recognise a family, and another one."""
 
@@ -146,6 +147,7 @@ PUBLISHED = {
     "AuraFlowTransformer2DModel": {"num_mmdit_layers": 1, "num_single_dit_layers": 1},
     "Flux2Transformer2DModel": {"num_layers": 1, "num_single_layers": 1},
     "ZImageTransformer2DModel": {"n_layers": 2},
+    "CosmosTransformer3DModel": {"num_layers": 2, "extra_pos_embed_type": None},
 }
 """Models of the published widths, which are diffusers' defaults, of few layers."""
 

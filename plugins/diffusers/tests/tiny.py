@@ -5,12 +5,15 @@ from string import printable
 
 import torch
 from diffusers import (
+    AnimaAutoBlocks,
+    AnimaTextConditioner,
     AuraFlowPipeline,
     AuraFlowTransformer2DModel,
     AutoencoderDC,
     AutoencoderKLQwenImage,
     ChromaPipeline,
     ChromaTransformer2DModel,
+    CosmosTransformer3DModel,
     DDIMScheduler,
     DPMSolverMultistepScheduler,
     ErnieImagePipeline,
@@ -325,6 +328,18 @@ def lumina2(folder: Path, *, heads: int = 2) -> Path:
     return folder
 
 
+def video_vae() -> AutoencoderKLQwenImage:
+    return AutoencoderKLQwenImage(
+        base_dim=8,
+        z_dim=4,
+        dim_mult=[1, 1, 2],
+        num_res_blocks=1,
+        temperal_downsample=[False, True],
+        latents_mean=[0.1, -0.2, 0.3, 0.0],
+        latents_std=[1.5, 0.5, 2.0, 1.0],
+    )
+
+
 def qwen_image(folder: Path) -> Path:
     """Qwen-Image, whose autoencoder is one for video."""
     torch.manual_seed(0)
@@ -344,15 +359,7 @@ def qwen_image(folder: Path) -> Path:
     )
     QwenImagePipeline(
         scheduler=FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True, shift_terminal=0.02),
-        vae=AutoencoderKLQwenImage(
-            base_dim=8,
-            z_dim=4,
-            dim_mult=[1, 1, 2],
-            num_res_blocks=1,
-            temperal_downsample=[False, True],
-            latents_mean=[0.1, -0.2, 0.3, 0.0],
-            latents_std=[1.5, 0.5, 2.0, 1.0],
-        ),
+        vae=video_vae(),
         text_encoder=Qwen2_5_VLForConditionalGeneration(Qwen2_5_VLConfig(text_config=text | heads, vision_config=vision)),
         tokenizer=tokenizer,
         transformer=transformer,
@@ -427,12 +434,9 @@ def sdxl(folder: Path, *, force_zeros: bool = True, **scheduler: object) -> Path
     return folder
 
 
-def z_image(folder: Path) -> Path:
-    """Z-Image."""
-    torch.manual_seed(0)
-    tokenizer = chat_tokenizer()
-    encoder = Qwen3Config(
-        vocab_size=len(tokenizer),
+def qwen3(words: int) -> Qwen3Model:
+    config = Qwen3Config(
+        vocab_size=words,
         hidden_size=32,
         intermediate_size=32,
         num_hidden_layers=2,
@@ -440,6 +444,13 @@ def z_image(folder: Path) -> Path:
         num_key_value_heads=1,
         head_dim=16,
     )
+    return Qwen3Model(config)
+
+
+def z_image(folder: Path) -> Path:
+    """Z-Image."""
+    torch.manual_seed(0)
+    tokenizer = chat_tokenizer()
     transformer = ZImageTransformer2DModel(
         in_channels=4,
         dim=24,
@@ -454,8 +465,48 @@ def z_image(folder: Path) -> Path:
     ZImagePipeline(
         scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0),
         vae=vae(4, shift_factor=0.1, scaling_factor=0.4, use_quant_conv=False, use_post_quant_conv=False),
-        text_encoder=Qwen3Model(encoder),
+        text_encoder=qwen3(len(tokenizer)),
         tokenizer=tokenizer,
         transformer=transformer,
     ).save_pretrained(folder)
+    return folder
+
+
+def anima(folder: Path) -> Path:
+    """Anima, a modular pipeline."""
+    torch.manual_seed(0)
+    tokenizer, t5 = qwen_tokenizer(), t5_tokenizer()
+    transformer = CosmosTransformer3DModel(
+        in_channels=4,
+        out_channels=4,
+        num_attention_heads=2,
+        attention_head_dim=12,
+        num_layers=2,
+        mlp_ratio=2.0,
+        text_embed_dim=24,
+        adaln_lora_dim=8,
+        max_size=(4, 64, 64),
+        rope_scale=(1.0, 4.0, 4.0),
+        extra_pos_embed_type=None,
+    )
+    conditioner = AnimaTextConditioner(
+        source_dim=32,
+        target_dim=24,
+        model_dim=16,
+        num_layers=2,
+        num_attention_heads=2,
+        target_vocab_size=len(t5),
+        min_sequence_length=32,
+    )
+    pipeline = AnimaAutoBlocks().init_pipeline()
+    pipeline.update_components(
+        scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0),
+        vae=video_vae(),
+        text_encoder=qwen3(len(tokenizer)),
+        tokenizer=tokenizer,
+        t5_tokenizer=t5,
+        text_conditioner=conditioner,
+        transformer=transformer,
+    )
+    pipeline.save_pretrained(str(folder), overwrite_modular_index=True)
     return folder

@@ -85,6 +85,20 @@ def test_an_upload_that_broke_off_is_continued_by_the_same_command(hub, exported
     assert len(hub.repositories["ann/style"]) == 2
 
 
+def test_the_index_of_a_modular_pipeline_says_that_its_parts_are_in_the_repository(hub, tmp_path):
+    folder, nowhere = tmp_path / "modular", {"pretrained_model_name_or_path": None, "revision": None}
+    (folder / "vae").mkdir(parents=True)
+    save_file({"weight": torch.rand(2)}, folder / "vae" / MODEL)
+    elsewhere = ["transformers", "T5Tokenizer", {**nowhere, "pretrained_model_name_or_path": "bob/t5"}]
+    index = {"_class_name": "AnimaModularPipeline", "vae": ["diffusers", "VAE", nowhere], "tokenizer": elsewhere}
+    (folder / "modular_model_index.json").write_text(json.dumps(index))
+    done = smalti(hub, tmp_path, "hub", "push", folder, "--to=ann/style")
+    assert done.returncode == 0, done.stderr
+    pushed = json.loads(hub.repositories["ann/style"]["modular_model_index.json"])
+    index["vae"] = ["diffusers", "VAE", {**nowhere, "pretrained_model_name_or_path": "ann/style"}]
+    assert pushed == index
+
+
 def test_errors_of_the_server_are_retried(hub, exported, tmp_path):
     hub.fail("PUT", "/lfs/", 500)
     hub.fail("POST", "objects/batch", 503)

@@ -7,11 +7,10 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from smalti import UserError
-from smalti.system import load_json, read_regular
 from smalti_diffusers.lora.formats import chosen_format, write_adapter
 from smalti_diffusers.lora.merging import base_tensors, merged_weights
 from smalti_diffusers.lora.trained import TrainedAdapter
-from smalti_diffusers.sources.location import INDEX
+from smalti_diffusers.sources.location import INDEX, index_of
 from smalti_diffusers.sources.single_file import single_file_layout, trained_tensors, write_single_file
 from smalti_diffusers.usage import adapter_usages, pipeline_usages, single_file_usages
 
@@ -108,10 +107,11 @@ def _metadata(family: PipelineFamily, *, adapter: bool) -> dict[str, object]:
 def _write_frozen(family: PipelineFamily, folder: ExportFolder) -> None:
     """Everything of the pipeline but what was trained."""
     components = family.components
-    if index := family.pipeline_changes():
-        folder.write_json(INDEX, load_json(read_regular(components.folder / INDEX)) | index)
+    index = index_of(components.folder) or components.folder / INDEX
+    if changed := family.pipeline_changes():
+        folder.write_json(index.name, components.index | changed)
     else:
-        folder.copy(components.folder / INDEX, INDEX)
+        folder.copy(index, index.name)
     changes = family.scheduler_changes()
     if changes:
         folder.write_json("scheduler/scheduler_config.json", components.config("scheduler") | changes)

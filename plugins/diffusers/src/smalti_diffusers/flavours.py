@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 FLAVOURS: Mapping[str, Mapping[str, str]] = {
+    "anima": {"base-1.0": "circlestone-labs/Anima-Base-v1.0-Diffusers"},
     "auraflow": {"0.3": "fal/AuraFlow-v0.3", "0.2": "fal/AuraFlow-v0.2", "0.1": "fal/AuraFlow"},
     "chroma": {"hd": "lodestones/Chroma1-HD"},
     "ernie": {"base": "baidu/ERNIE-Image"},

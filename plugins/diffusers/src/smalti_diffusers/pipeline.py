@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import gc
 from abc import abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
 from pathlib import Path
@@ -72,6 +72,8 @@ class PipelineFamily(ModelFamily):
     """Which part of the pipeline is trained."""
     adaptable_encoders: ClassVar[tuple[str, ...]] = ()
     """The text encoders that an adapter can be trained in, along with the model."""
+    text_parts: ClassVar[tuple[str, ...]] = ("text_encoder", "tokenizer")
+    """How names of the parts begin that encode texts."""
     texts: ClassVar[tuple[str, ...]] = ("text_encoder", "text_encoder_2", "text_encoder_3")
     unused_parts: ClassVar[tuple[str, ...]] = ()
     """Parts that are exported as they are, and otherwise not loaded."""
@@ -316,22 +318,30 @@ class PipelineFamily(ModelFamily):
     @cached_property
     def frozen(self) -> object:
         """The pipeline that makes and decodes latents and samples, without the trained model and what encodes texts."""
-        return self._pipeline(lambda part: not _encodes_texts(part))
+        return self._pipeline(encodes=False)
 
     @cached_property
     def encoder(self) -> object:
         """The pipeline that encodes texts, and can do nothing else."""
-        return self._pipeline(_encodes_texts)
+        return self._pipeline(encodes=True)
 
-    def _pipeline(self, has: Callable[[str], bool]) -> object:
+    def _pipeline(self, *, encodes: bool) -> object:
         with importing():  # before any weights are there
             cls = class_of("diffusers", self.pipeline)
         without = (self.part, *self.encoders, *self.unused_parts)
-        frozen = dict.fromkeys(self.unused_parts)
-        frozen |= {part: self._load(part) if has(part) and part not in without else None for part in self.components.parts()}
-        pipeline = cls(**frozen, **self.components.settings)
+        used = {part for part in self.components.parts() if part not in without and self.encodes_texts(part) == encodes}
+        frozen: dict[str, object] = dict.fromkeys(self.unused_parts)
+        frozen |= {part: self._load(part) if part in used else None for part in self.components.parts()}
+        pipeline = self.assemble(cls, frozen, encodes=encodes)
         pipeline.set_progress_bar_config(disable=True)
         return cast(object, pipeline.to(self.device))
+
+    def assemble(self, cls: type, parts: Mapping[str, object], *, encodes: bool) -> Any:
+        """The pipeline of these parts, which encodes texts or does everything else."""
+        return cls(**parts, **self.components.settings)
+
+    def encodes_texts(self, part: str) -> bool:
+        return part.startswith(self.text_parts)
 
     def _load(self, part: str) -> object:
         if part in self.texts:
@@ -368,7 +378,7 @@ class PipelineFamily(ModelFamily):
     def encoder_identity(self, kind: Encoding) -> dict[str, object]:
         if kind == "latents":
             return {"vae": self.components.identity("vae"), "dtype": str(self._dtype(kind))}
-        used = [part for part in self.components.parts() if _encodes_texts(part) and part not in self.encoders]
+        used = [part for part in self.components.parts() if self.encodes_texts(part) and part not in self.encoders]
         parts = {part: self.components.identity(part) for part in used}
         return {"pipeline": self.pipeline, **parts, "dtype": str(self._dtype(kind)), **self.text_settings()}
 
@@ -434,25 +444,29 @@ class PipelineFamily(ModelFamily):
 
     def _sample(self, model: nn.Module, request: SampleRequest) -> Tensor:
         conditioning, unconditional = (self.embedded(model, each) for each in self.request_conditioning(request))
-        pipeline = cast("Callable[..., object]", self.frozen)
-        self.frozen.to(self.device)  # type: ignore[attr-defined]
+        pipeline = cast(Any, self.frozen).to(self.device)
         setattr(pipeline, self.part, model)
         try:
             with decoding(self.vae, self.options):
-                output = pipeline(
+                images = self.call_pipeline(
+                    request,
                     **self.prompts(conditioning, unconditional),
                     width=request.width,
                     height=request.height,
                     num_inference_steps=request.steps,
                     generator=[torch.Generator().manual_seed(seed) for seed in request.seeds],
                     output_type="pt",
-                    **{"guidance_scale": request.guidance} | self._rescaling(request) | self.sampling(request),
                 )
         finally:
             setattr(pipeline, self.part, None)
             self.park_vae()
-        images: Tensor = output.images  # type: ignore[attr-defined]
         return images.float() * 2 - 1
+
+    def call_pipeline(self, request: SampleRequest, **given: object) -> Tensor:
+        """Images in [0, 1]. `given` are the arguments that all pipelines have in common."""
+        rescaling = {"guidance_rescale": request.guidance_rescale} if request.guidance_rescale else {}
+        guided = {"guidance_scale": request.guidance} | rescaling | self.sampling(request)
+        return cast(Tensor, cast(Any, self.frozen)(**given, **guided).images)
 
     def prompts(self, conditioning: Conditioning, unconditional: Conditioning) -> dict[str, object]:
         """The pipeline's arguments for prompts that are encoded, and for the negative ones that it guides away from."""
@@ -461,10 +475,6 @@ class PipelineFamily(ModelFamily):
     def sampling_settings(self, request: SampleRequest) -> Mapping[str, str | float]:
         name = self.options.validation_noise_scheduler
         return {} if name is None else {"scheduler": name}
-
-    @staticmethod
-    def _rescaling(request: SampleRequest) -> dict[str, object]:
-        return {"guidance_rescale": request.guidance_rescale} if request.guidance_rescale else {}
 
     def sampling(self, request: SampleRequest) -> dict[str, object]:
         """More arguments for the pipeline, or another `guidance_scale` where it has another meaning."""
@@ -481,18 +491,8 @@ class PipelineFamily(ModelFamily):
         export_pipeline(self, folder)
 
 
-def _encodes_texts(part: str) -> bool:
-    return part.startswith(("text_encoder", "tokenizer"))
-
-
 def _free_memory(device: torch.device) -> None:
     """Free what was released, including cycles of objects, and what the allocator keeps."""
     gc.collect()
     if device.type != "cpu":
         torch.accelerator.empty_cache()
-
-
-def parameter_count(family: PipelineFamily) -> int:
-    """Of the trained model, without allocating anything."""
-    with torch.device("meta"):
-        return sum(parameter.numel() for parameter in family.build_model().parameters())

@@ -19,6 +19,7 @@ def _entry(name: str, title: str, cls: str) -> FamilyEntry:
 
 
 FAMILIES = (
+    _entry("anima", "Anima", "Anima"),
     _entry("auraflow", "AuraFlow", "AuraFlow"),
     _entry("chroma", "Chroma", "Chroma"),
     _entry("ernie", "ERNIE-Image", "Ernie"),

@@ -12,10 +12,10 @@ if TYPE_CHECKING:
     from smalti_diffusers.pipeline import PipelineFamily
 
 _GENERATE = 'pipeline({prompt}).images[0].save("image.png")'
+_GENERATE_MODULAR = 'pipeline(prompt={prompt}, output="images")[0].save("image.png")'
 _FORGE = {"flux": "Forge", "sdxl": "Forge, A1111"}
 """Interfaces that read kohya's format, by family."""
 _TIMED = "# a T-LoRA: used with all its ranks at every noise level, so try strengths below 1"
-_IMPORT = "import torch\nfrom diffusers import DiffusionPipeline"
 
 
 def _noted(family: PipelineFamily, found: list[Usage]) -> list[Usage]:
@@ -35,7 +35,7 @@ def _noted(family: PipelineFamily, found: list[Usage]) -> list[Usage]:
 
 def pipeline_usages(family: PipelineFamily) -> list[Usage]:
     """Of a complete pipeline."""
-    lines = [_IMPORT, _loaded('"{path}"'), _GENERATE]
+    lines = [*_imports(family), *_loaded(family, '"{path}"'), _generate(family)]
     found = [Usage(tool="diffusers", text="\n".join(lines))]
     if family.name in FILE_LAYOUTS:
         found.append(Usage(tool="ComfyUI", text="export again with --single_file", needs_run=True))
@@ -54,12 +54,12 @@ def adapter_usages(family: PipelineFamily, format: Format, name: str) -> list[Us
     comfyui = tools.comfyui if tools is not None else None
     found = []
     if format == "diffusers":
-        lines = [_IMPORT, *_base(family), 'pipeline.load_lora_weights("{path}")', _GENERATE]
+        lines = [*_imports(family), *_base(family), 'pipeline.load_lora_weights("{path}")', _generate(family)]
         found.append(Usage(tool="diffusers", text="\n".join(lines)))
     elif format == "peft":
         part = f"pipeline.{family.part}"
         wrapped = f'{part} = PeftModel.from_pretrained({part}, "{{path}}").merge_and_unload()'
-        lines = [_IMPORT, "from peft import PeftModel", *_base(family), wrapped, _GENERATE]
+        lines = [*_imports(family), "from peft import PeftModel", *_base(family), wrapped, _generate(family)]
         found.append(Usage(tool="diffusers and peft", text="\n".join(lines)))
     if format in ("comfyui", "kohya") and (format == "comfyui" or comfyui == "kohya"):
         node = "LoraLoader, with both strengths 1.0" if family.encoders else "LoraLoaderModelOnly, strength 1.0"
@@ -78,16 +78,34 @@ def _base(family: PipelineFamily) -> list[str]:
     """Lines that load the pipeline that the adapter was trained on."""
     source, base = family.source, family.base_source
     if base is None:
-        return [_loaded(f'"{source}"')]
+        return _loaded(family, f'"{source}"')
     kind = family.components.kind(family.part)
     return [
         f"from diffusers import {kind}",
         f'{family.part} = {kind}.from_single_file("{source}", config="{base}", subfolder="{family.part}")'
         if source.endswith(".safetensors")
         else f'{family.part} = {kind}.from_pretrained("{source}")',
-        _loaded(f'"{base}", {family.part}={family.part}'),
+        *_loaded(family, f'"{base}"', f"{family.part}={family.part}"),
     ]
 
 
-def _loaded(arguments: str) -> str:
-    return f'pipeline = DiffusionPipeline.from_pretrained({arguments}, dtype=torch.bfloat16).to("cuda")'
+def _imports(family: PipelineFamily) -> list[str]:
+    return [
+        "import torch",
+        f"from diffusers import {'ModularPipeline' if family.components.is_modular else 'DiffusionPipeline'}",
+    ]
+
+
+def _loaded(family: PipelineFamily, *arguments: str) -> list[str]:
+    """Lines that load the pipeline of this name, with other parts in the place of its own."""
+    if not family.components.is_modular:
+        given = ", ".join(arguments)
+        return [f'pipeline = DiffusionPipeline.from_pretrained({given}, dtype=torch.bfloat16).to("cuda")']
+    source, *parts = arguments
+    lines = [f"pipeline = ModularPipeline.from_pretrained({source})", "pipeline.load_components(dtype=torch.bfloat16)"]
+    lines += [f"pipeline.update_components({each})" for each in parts]
+    return [*lines, 'pipeline = pipeline.to("cuda")']
+
+
+def _generate(family: PipelineFamily) -> str:
+    return _GENERATE_MODULAR if family.components.is_modular else _GENERATE

@@ -190,7 +190,7 @@ def _contents(source: str) -> Iterator[str]:
     """Identifies the contents of a checkpoint: by its configuration files, or by its commit in the hub's cache."""
     path = Path(source).expanduser()
     if path.is_dir():
-        for file in sorted([*path.glob("model_index.json"), *path.glob("config.json"), *path.glob("*/config.json")]):
+        for file in sorted([*path.glob("*model_index.json"), *path.glob("config.json"), *path.glob("*/config.json")]):
             yield f"{file.relative_to(path)} {_digest(file.read_bytes())}"
     elif path.is_file():
         status = path.stat()

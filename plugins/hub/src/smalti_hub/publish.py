@@ -15,7 +15,7 @@ from smalti import UserError
 from smalti.plugins import load_plugins, selection_of
 from smalti.rundir import RunDirectory
 from smalti.system import load_json, read_regular
-from smalti_hub.upload import Pushed, known_as, push
+from smalti_hub.upload import MODULAR_INDEX, Pushed, known_as, push
 
 if TYPE_CHECKING:
     from smalti_export.inference_export import Exported
@@ -108,7 +108,7 @@ def _check_export(path: Path, choice: Choice) -> None:
     """Raises UserError for a folder that is neither a run nor an export."""
     if choice != Choice():
         raise UserError(f"{path} is not a run", fix="leave out --step, --ema, --raw and --format, or name a run directory")
-    if not (path / "model_index.json").is_file() and not any(path.glob("*.safetensors")):
+    if not any((path / name).is_file() for name in ("model_index.json", MODULAR_INDEX)) and not any(path.glob("*.safetensors")):
         raise UserError(
             f"{path} is neither a run nor an export: it has no launch.json, no model_index.json and no .safetensors file",
             fix="name a run directory, or a folder that `smalti checkpoint export` wrote",

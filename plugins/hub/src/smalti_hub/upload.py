@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,8 +11,10 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from smalti import UserError
+from smalti.system import load_json, read_regular
 
 CARD = "README.md"
+MODULAR_INDEX = "modular_model_index.json"
 MARK = "<!-- This card was written by smalti."
 """In the cards that smalti writes. A card on the Hub without it belongs to its author and is kept."""
 
@@ -60,10 +63,25 @@ def push(folder: Path, repository: str, *, private: bool, message: str) -> Pushe
     with explained(repository):
         full_name = api.create_repo(repository, private=private, exist_ok=True).repo_id
         card_kept = CARD in files and _has_own_card(full_name)
+        _place_parts(folder / MODULAR_INDEX, full_name)
         done = api.upload_folder(
             repo_id=full_name, folder_path=folder, commit_message=message, ignore_patterns=[CARD] if card_kept else None
         )
     return Pushed(repository=full_name, url=str(done.commit_url), files=files, card_kept=card_kept)
+
+
+def _place_parts(index: Path, repository: str) -> None:
+    """Write to the index of a modular pipeline that its parts are in this repository, where it has them beside it.
+
+    diffusers looks for them there; in a local folder it takes those beside the index, whatever it says.
+    """
+    if not index.is_file():
+        return
+    content = load_json(read_regular(index))
+    for name, entry in content.items():
+        if isinstance(entry, list) and len(entry) > 2 and (index.parent / name).is_dir():
+            entry[2]["pretrained_model_name_or_path"] = repository
+    index.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
 def _has_own_card(repository: str) -> bool:

@@ -18,7 +18,10 @@ REAL = (
         terms=("--slider=prompts", "--slider_positive=old", "--preserve=blank", "--preserve_every=3"),
     ),
 )
-OTHERS = ("auraflow", "chroma", "ernie", "flux2", "lumina2", "pixart", "qwen_image", "sana", "sd1x", "sd2x", "z_image")
+OTHERS = (
+    *("anima", "auraflow", "chroma", "ernie", "flux2", "lumina2", "pixart", "qwen_image", "sana", "sd1x", "sd2x"),
+    "z_image",
+)
 DDP_OWN = 1024
 """Bytes that DDP keeps for itself, such as which parameters were used."""
 

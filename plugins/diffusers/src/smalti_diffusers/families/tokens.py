@@ -51,6 +51,8 @@ FLAT = Tokens(
     unpack=lambda prediction, latents: prediction.transpose(1, 2).reshape(latents.shape),
 )
 """(B, h w, C): each latent pixel is one token."""
+VIDEO = Tokens(pack=lambda latents: latents.unsqueeze(2), unpack=lambda prediction, latents: prediction.squeeze(2))
+"""(B, C, 1, h, w): videos of one frame."""
 FRAMES = Tokens(
     pack=lambda latents: list(latents.unsqueeze(2)),
     unpack=lambda prediction, latents: torch.stack(list(prediction)).squeeze(2),

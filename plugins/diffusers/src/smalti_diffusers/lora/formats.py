@@ -55,6 +55,7 @@ class Tools:
 
 
 TOOLS: Mapping[str, Tools] = {
+    "anima": Tools(comfyui="kohya", kohya=True, module="networks.lora_anima"),
     "auraflow": Tools(comfyui="diffusers", kohya=False),
     "chroma": Tools(comfyui="diffusers", kohya=True, module="networks.lora_flux"),
     "ernie": Tools(comfyui="kohya", kohya=False, original=False),
@@ -70,7 +71,7 @@ TOOLS: Mapping[str, Tools] = {
     "sdxl": Tools(comfyui="kohya", kohya=True),
     "z_image": Tools(comfyui="diffusers", kohya=True, original=False, module="networks.lora_zimage"),
 }
-"""By family. ComfyUI as of 2026, sd-scripts for chroma, flux, lumina2, sd1x to sdxl, musubi-tuner for the others."""
+"""By family. ComfyUI as of 2026, musubi-tuner for flux2, qwen_image and z_image, sd-scripts for the others."""
 _LOKR_IN_DIFFUSERS = ("flux2", "z_image")
 """Families of which diffusers loads LoKr."""
 _PEFT_ONLY = Tools(diffusers=False, comfyui=None, kohya=False)

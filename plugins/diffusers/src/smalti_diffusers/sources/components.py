@@ -10,7 +10,7 @@ from functools import cache, partial
 from hashlib import sha256
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
 from torch import nn
@@ -24,7 +24,7 @@ from smalti.models import (
     without_weights,
 )
 from smalti.system import load_json, read_regular
-from smalti_diffusers.sources.location import INDEX
+from smalti_diffusers.sources.location import INDEX, index_of
 from smalti_diffusers.sources.weight_files import folder_weights, plain_name, variant_of, weight_files, weight_map
 
 if TYPE_CHECKING:
@@ -73,11 +73,18 @@ class Components:
         self.replaced = dict(replaced or {})
         self._variant = variant
         self._scheduler = dict(scheduler or {})
-        index = load_json(read_regular(folder / INDEX))
-        self.pipeline = str(index["_class_name"])
-        self.settings = {name: value for name, value in index.items() if name[0] != "_" and not isinstance(value, list)}
+        self.index = load_json(read_regular(index_of(folder) or folder / INDEX))
+        """What lists the parts: model_index.json, or modular_model_index.json."""
+        self.pipeline = str(self.index["_class_name"])
+        self.settings = {name: value for name, value in self.index.items() if name[0] != "_" and not isinstance(value, list)}
         """Arguments of the pipeline's constructor other than its components."""
-        self._classes = {name: value for name, value in index.items() if isinstance(value, list) and value[0] is not None}
+        listed = {name: _library_and_class(value) for name, value in self.index.items() if isinstance(value, list)}
+        self._classes = {name: value for name, value in listed.items() if value[0] is not None}
+
+    @property
+    def is_modular(self) -> bool:
+        """Whether it is a modular pipeline, which diffusers loads by another class."""
+        return "_blocks_class_name" in self.index
 
     def has(self, part: str) -> bool:
         return part in self._classes
@@ -228,6 +235,14 @@ def frozen_tensors(weights: PartWeights, *, fixed: bool = True) -> dict[str, Com
         for name in weights.names()
         if (stored := weights.stored(name))
     }
+
+
+def _library_and_class(entry: list[Any]) -> tuple[str | None, str]:
+    """Of a part, by its entry in an index. In a modular one, a part that was not loaded has them in its specification only."""
+    library, kind, *specification = entry
+    if library is None and specification and specification[0]:
+        library, kind = specification[0].get("type_hint") or entry[:2]
+    return library, kind
 
 
 def class_of(library: str, name: str) -> type:

@@ -154,6 +154,13 @@ _ENCODERS: Mapping[str, tuple[_Place, ...]] = {
         _Place("text_encoders.t5xxl.transformer."),
     ),
     "text_encoder_3": (_Place("text_encoders.t5xxl.transformer."),),
+    "text_conditioner": (
+        _Place("net.llm_adapter."),
+        _Place("llm_adapter."),
+        _Place(f"{UNET_PREFIX}llm_adapter."),
+        _Place("diffusion_model.llm_adapter."),
+        _Place("model.llm_adapter."),
+    ),
 }
 
 

@@ -208,6 +208,27 @@ _Z_IMAGE = {
     "all_final_layer.2-1.adaLN_modulation.{}": "final_layer.adaLN_modulation.{}",
 }
 
+_COSMOS_ATTENTION = {"to_q": "q_proj", "to_k": "k_proj", "to_v": "v_proj", "to_out.0": "output_proj"}
+_COSMOS_ATTENTION |= {"norm_q": "q_norm", "norm_k": "k_norm"}
+_COSMOS_MODULATION = {"linear_1": "1", "linear_2": "2"}
+_COSMOS_BLOCK = {
+    **_block("attn1", "self_attn", _COSMOS_ATTENTION),
+    **_block("attn2", "cross_attn", _COSMOS_ATTENTION),
+    **_block("norm1", "adaln_modulation_self_attn", _COSMOS_MODULATION),
+    **_block("norm2", "adaln_modulation_cross_attn", _COSMOS_MODULATION),
+    **_block("norm3", "adaln_modulation_mlp", _COSMOS_MODULATION),
+    "ff.net.0.proj": "mlp.layer1",
+    "ff.net.2": "mlp.layer2",
+}
+_COSMOS = {
+    "patch_embed.proj": "x_embedder.proj.1",
+    "time_embed.t_embedder": "t_embedder.1",
+    "time_embed.norm": "t_embedding_norm",
+    **_block("transformer_blocks.{}", "blocks.{}", _COSMOS_BLOCK),
+    **_block("norm_out", "final_layer.adaln_modulation", _COSMOS_MODULATION),
+    "proj_out": "final_layer.linear",
+}
+
 _RESNET = {
     "norm1": "in_layers.0",
     "conv1": "in_layers.2",
@@ -304,6 +325,7 @@ LAYOUTS: Mapping[str, Callable[[Config], Table]] = {
     "AutoencoderKL": _vae,
     "ChromaTransformer2DModel": lambda config: _CHROMA,
     "ErnieImageTransformer2DModel": lambda config: {},
+    "CosmosTransformer3DModel": lambda config: _COSMOS,
     "Flux2Transformer2DModel": lambda config: _FLUX2,
     "FluxTransformer2DModel": lambda config: _FLUX,
     "Lumina2Transformer2DModel": lambda config: _LUMINA2,

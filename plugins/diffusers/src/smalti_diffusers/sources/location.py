@@ -15,6 +15,8 @@ from smalti_diffusers.flavours import GATED, shipped_folder
 from smalti_diffusers.sources.weight_files import indexed_files, weight_files
 
 INDEX = "model_index.json"
+MODULAR_INDEX = "modular_model_index.json"
+"""Of a modular pipeline, where there is no other."""
 _SMALL = ("*.json", "*/*.json", "*/*.txt", "*/*.model", "*/*.jinja")
 """What is fetched first: everything but weights. No pickles, no images, no second copy in one large file at the top."""
 _HUB_FILE = re.compile(
@@ -69,6 +71,11 @@ def _cached(name: str, shipped: Path) -> Path:
     return cached if all((cached / path).is_file() for path in wanted) else shipped
 
 
+def index_of(folder: Path) -> Path | None:
+    """The file that lists the parts of a pipeline; None if the folder is not one."""
+    return next((folder / name for name in (INDEX, MODULAR_INDEX) if (folder / name).is_file()), None)
+
+
 def has_weights(name: str, folder: Path, variant: str | None, without: Collection[str] = ()) -> bool:
     """Whether all weights of a pipeline but those of the parts `without` are on this machine.
 
@@ -99,7 +106,7 @@ def find_folder(name: str, revision: str | None) -> Path:
     Raises UserError if it is neither, or no pipeline.
     """
     path = small_files(name, revision)
-    if not (path / INDEX).is_file():
+    if index_of(path) is None:
         fix = "name the folder that holds model_index.json and the folders of the parts"
         if not Path(name).expanduser().is_dir():
             files = [file for file in _listing(name, path) if file.endswith(".safetensors")]
@@ -113,7 +120,7 @@ def fetch_weights(name: str, folder: Path, variant: str | None, without: Iterabl
 
     Raises UserError if a part has several variants to choose from.
     """
-    index = load_json(read_regular(folder / INDEX))
+    index = load_json(read_regular(index_of(folder) or folder / INDEX))
     _fetch_weights(name, folder, variant, {part for part in index if part not in set(without)})
 
 

@@ -29,12 +29,13 @@ _CLIP = "text_model."
 class FileLayout:
     """What a file of one family holds. `model` and `vae` are prefixes; a file without autoencoder has None there.
 
-    `encoders` are its text encoders, with prefix and table.
+    `encoders` are its text encoders, with prefix and table. `parts` are others under their own names, with prefix.
     """
 
     model: str = ""
     vae: str | None = None
     encoders: Mapping[str, tuple[str, Table]] = field(default_factory=dict)
+    parts: Mapping[str, str] = field(default_factory=dict)
 
 
 _SDXL = FileLayout(
@@ -51,6 +52,7 @@ _SD1 = FileLayout(
     encoders={"text_encoder": ("cond_stage_model.transformer.", {})},
 )
 FILE_LAYOUTS: Mapping[str, FileLayout] = {
+    "anima": FileLayout(model="net.", parts={"text_conditioner": "net.llm_adapter."}),
     "auraflow": FileLayout(),
     "chroma": FileLayout(),
     "ernie": FileLayout(),
@@ -102,6 +104,8 @@ def write_single_file(
     for encoder, (prefix, table) in layout.encoders.items():
         tensors = trained.get(encoder) or frozen_tensors(components.weights(encoder), fixed=False)
         found |= _named({_of_clip(name): each for name, each in tensors.items() if "position_ids" not in name}, table, prefix)
+    for other, prefix in layout.parts.items():
+        found |= _named(frozen_tensors(components.weights(other), fixed=False), {}, prefix)
     for mark, (key, value) in MARKS.items():
         if family == "sdxl" and scheduler.get(key) == value:
             found[mark] = Computed(shape=(0,), compute=partial(torch.empty, 0), fixed=True)

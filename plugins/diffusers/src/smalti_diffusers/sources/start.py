@@ -24,12 +24,12 @@ from smalti_diffusers.sources.conversion import (
     tensors_of_model,
 )
 from smalti_diffusers.sources.location import (
-    INDEX,
     fetch_model,
     fetch_weights,
     find_file,
     find_folder,
     has_weights,
+    index_of,
     small_files,
 )
 from smalti_diffusers.sources.model_file import ModelFile
@@ -48,6 +48,7 @@ _FAMILIES = {
     "flux-2-dev": "flux2",
     "auraflow": "auraflow",
     "chroma": "chroma",
+    "cosmos-2.0-t2i-2B": "anima",
     "lumina2": "lumina2",
     "sana": "sana",
     "z-image-turbo": "z_image",
@@ -79,7 +80,7 @@ def model_alone(name: str, part: str, revision: str | None, variant: str | None)
     if (file := find_file(name, revision)) is not None:
         return ModelFile(file)
     folder = small_files(name, revision)
-    if (folder / INDEX).is_file():
+    if index_of(folder) is not None:
         return None
     for place in ("", part):
         config = folder / place / "config.json"

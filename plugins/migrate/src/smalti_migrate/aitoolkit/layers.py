@@ -14,7 +14,7 @@ from smalti_migrate.rules import Found, Imported, Values
 BLOCKS: Mapping[str, tuple[str, ...]] = {
     "sdxl": ("attentions.*",),
     **dict.fromkeys(("flux", "flux2"), ("transformer_blocks.*", "single_transformer_blocks.*")),
-    **dict.fromkeys(("sd3", "pixart", "qwen_image"), ("transformer_blocks.*",)),
+    **dict.fromkeys(("anima", "sd3", "pixart", "qwen_image"), ("transformer_blocks.*",)),
     "lumina2": ("layers.*", "noise_refiner.*", "context_refiner.*"),
     "z_image": ("layers.*",),
     "auraflow": (".*",),
@@ -27,7 +27,7 @@ ALL: Mapping[str, tuple[str, ...]] = {
 """The layers without it, if they are not all: convolutions over patches are not adapted."""
 CONVOLUTIONS = ("resnets.*", "downsamplers.*", "upsamplers.*")
 """What `network.conv` adds in SDXL: 66 layers. No block of the other families has convolutions."""
-UNSCALED = ("flux", "flux2", "lumina2", "qwen_image", "sd3", "z_image")
+UNSCALED = ("anima", "flux", "flux2", "lumina2", "qwen_image", "sd3", "z_image")
 """Families whose adapters have no alpha there: it is the rank, whatever the file says."""
 _PREFIXES = {"sdxl": "lora_unet", "pixart": "lora_transformer", "auraflow": "lora_transformer"}
 """What stands before the names of layers there, if it is not `transformer`."""

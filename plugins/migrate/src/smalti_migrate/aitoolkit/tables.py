@@ -16,7 +16,7 @@ TRAINERS = ("sd_trainer", "diffusion_trainer", "ui_trainer", SLIDER)
 FAMILIES = (
     {"sdxl": "sdxl", "sd3": "sd3", "flux": "flux", "flux2": "flux2", "flux2_klein_4b": "flux2", "flux2_klein_9b": "flux2"}
     | {"lumina2": "lumina2", "pixart": "pixart", "pixart_sigma": "pixart", "auraflow": "auraflow"}
-    | {"qwen_image": "qwen_image", "zimage": "z_image"}
+    | {"qwen_image": "qwen_image", "zimage": "z_image", "anima": "anima"}
 )
 """`model.arch` -> our family. What stands after a colon there is only a label."""
 OLD_FAMILIES = {"is_xl": "sdxl", "is_v3": "sd3", "is_flux": "flux", "is_lumina2": "lumina2", "is_pixart": "pixart"} | {

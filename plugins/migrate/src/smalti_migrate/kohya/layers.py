@@ -1,6 +1,6 @@
 """Which layers the networks of kohya's sd-scripts adapt, as targets of an adapter here, and what chooses among them.
 
-Facts of networks/lora.py, lora_flux.py, lora_sd3.py and lora_lumina.py. Names are those of diffusers.
+Facts of networks/lora.py, lora_flux.py, lora_sd3.py, lora_lumina.py and lora_anima.py. Names are those of diffusers.
 One layer there can be several in diffusers: query, key and value, but for SDXL, and the feed-forward in single blocks of Flux.
 """
 
@@ -18,8 +18,9 @@ BLOCKS: Mapping[str, tuple[str, ...]] = {
     "flux": ("transformer_blocks", "single_transformer_blocks"),
     "sd3": ("transformer_blocks",),
     "lumina2": ("layers", "noise_refiner", "context_refiner"),
+    "anima": ("transformer_blocks[.][0-9]+[.](attn[12]|ff)",),
 }
-"""The blocks of which every linear layer is adapted, by family."""
+"""The blocks of which every linear layer is adapted, by family; of those of Anima the modulation is not."""
 _LAST = {"lumina2": ("norm_out.*",)}
 """Layers after the blocks, which are adapted unless `train_blocks` chooses blocks."""
 _CONVOLUTIONS = ("resnets.*", "downsamplers.*", "upsamplers.*")

@@ -122,7 +122,7 @@ class _Model:
 
     @property
     def is_flow(self) -> bool:
-        return self.family in ("flux", "sd3", "lumina2")
+        return self.family in ("anima", "flux", "sd3", "lumina2")
 
     @classmethod
     def of(cls, script: str, found: Values, given: str | None, result: Imported) -> _Model:
@@ -318,9 +318,9 @@ def _objective(found: Values, model: _Model, result: Imported) -> None:
 
 def _flow(found: Values, family: str, result: Imported) -> None:
     """Timesteps of flow models: how they are sampled, and how they are shifted."""
-    sampling = found.first("timestep_sampling", default="shift" if family == "lumina2" else "sigma")
+    sampling = found.first("timestep_sampling", default={"lumina2": "shift", "anima": "sigmoid"}.get(family, "sigma"))
     scheme = found.first("weighting_scheme", default="uniform")
-    shift = found.first("discrete_flow_shift", default=6.0 if family == "lumina2" else 3.0)
+    shift = found.first("discrete_flow_shift", default={"lumina2": 6.0, "anima": 1.0}.get(family, 3.0))
     shift = found.first("training_shift", default=1.0) if family == "sd3" else shift
     way = str(sampling.value) if family != "sd3" else "sigma"
     by_sigmoid = ("sigmoid", "shift", "flux_shift", "nextdit_shift")

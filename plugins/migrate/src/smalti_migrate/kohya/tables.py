@@ -15,21 +15,29 @@ SCRIPTS = (
     | {"flux_train_network.py": ("flux", "lora"), "flux_train.py": ("flux", "full")}
     | {"sd3_train_network.py": ("sd3", "lora"), "sd3_train.py": ("sd3", "full")}
     | {"lumina_train_network.py": ("lumina2", "lora"), "lumina_train.py": ("lumina2", "full")}
+    | {"anima_train_network.py": ("anima", "lora")}
     | {"train_network.py": ("", "lora"), "train_db.py": ("", "full"), "fine_tune.py": ("", "full")}
 )
 """Script -> our family and model_type. "" is Stable Diffusion 1 and 2, which is not read."""
 OTHER_SCRIPTS = (
     *("train_textual_inversion.py", "sdxl_train_textual_inversion.py", "train_controlnet.py", "train_control_net.py"),
     *("sdxl_train_control_net.py", "sdxl_train_control_net_lllite.py", "flux_train_control_net.py", "train_leco.py"),
-    *("anima_train.py", "anima_train_network.py", "hunyuan_image_train_network.py", "sdxl_train_leco.py"),
+    *("anima_train.py", "hunyuan_image_train_network.py", "sdxl_train_leco.py"),
 )
 """Scripts for what smalti does not train."""
 
 NETWORKS = {"networks.lora": "", "networks.lora_fa": "", "networks.lora_flux": "flux", "networks.lora_sd3": "sd3"} | {
-    "networks.lora_lumina": "lumina2"
+    "networks.lora_lumina": "lumina2",
+    "networks.lora_anima": "anima",
 }
 """Modules of plain LoRA -> the family that they are for, if there is only one."""
-FAMILY_KEYS = {"gemma2": "lumina2", "clip_g": "sd3", "guidance_scale": "flux", "model_prediction_type": "flux", "ae": "flux"}
+FAMILY_KEYS = {
+    "gemma2": "lumina2",
+    "clip_g": "sd3",
+    "guidance_scale": "flux",
+    "model_prediction_type": "flux",
+    "ae": "flux",
+} | {"qwen3": "anima"}
 """Keys that only the scripts of one family have; the first that occurs decides."""
 
 OPTIMIZERS = (
@@ -84,6 +92,7 @@ OPTIONS: tuple[Rule, ...] = (
     read("no_half_vae", "vae_dtype", note="fp32"),
     option("t5xxl_max_token_length", "tokenizer_max_length", whole),
     option("gemma2_max_token_length", "tokenizer_max_length", whole),
+    option("qwen3_max_token_length", "tokenizer_max_length", whole),
     # Training
     option("output_dir", "output_dir", path),
     read("output_name", "output_dir", note="a run has a directory of its own here: output_dir/output_name"),
@@ -170,7 +179,7 @@ OPTIONS: tuple[Rule, ...] = (
     """),
     *unsupported("""
         - text encoders and VAE come from a pipeline, by default the one published for the model | clip_l clip_g t5xxl gemma2
-          ae vae | base_pipeline = "FOLDER" names another pipeline
+          qwen3 llm_adapter_path t5_tokenizer_path ae vae | base_pipeline = "FOLDER" names another pipeline
         - files for Stable Diffusion 1 and 2 are not read | v2
         - both text encoders have one learning rate here | text_encoder_lr1 text_encoder_lr2 | text_encoder_lr
         - complete text encoders are not trained here | learning_rate_te learning_rate_te1 learning_rate_te2 train_text_encoder

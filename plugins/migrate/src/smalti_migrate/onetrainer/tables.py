@@ -13,13 +13,13 @@ NAME = "OneTrainer"
 FAMILIES = (
     {"STABLE_DIFFUSION_XL_10_BASE": "sdxl", "STABLE_DIFFUSION_3": "sd3", "STABLE_DIFFUSION_35": "sd3"}
     | {"PIXART_ALPHA": "pixart", "PIXART_SIGMA": "pixart", "FLUX_DEV_1": "flux", "FLUX_2": "flux2", "SANA": "sana"}
-    | {"QWEN": "qwen_image", "Z_IMAGE": "z_image", "CHROMA_1": "chroma", "ERNIE": "ernie"}
+    | {"QWEN": "qwen_image", "Z_IMAGE": "z_image", "CHROMA_1": "chroma", "ERNIE": "ernie", "ANIMA": "anima"}
 )
 OTHER_MODELS = (
     *("STABLE_DIFFUSION_15", "STABLE_DIFFUSION_15_INPAINTING", "STABLE_DIFFUSION_20", "STABLE_DIFFUSION_20_BASE"),
     *("STABLE_DIFFUSION_20_INPAINTING", "STABLE_DIFFUSION_20_DEPTH", "STABLE_DIFFUSION_21", "STABLE_DIFFUSION_21_BASE"),
     *("STABLE_DIFFUSION_XL_10_BASE_INPAINTING", "WUERSTCHEN_2", "STABLE_CASCADE_1", "FLUX_FILL_DEV_1", "HUNYUAN_VIDEO"),
-    *("HI_DREAM_FULL", "ANIMA"),
+    "HI_DREAM_FULL",
 )
 """Models that smalti does not have."""
 OLD_KEYS = {

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from smalti_migrate.simpletuner.rules import is_empty, plain
 
 FLAVOURS: Mapping[str, Mapping[str, tuple[str, str]]] = {
+    "anima": dict.fromkeys(("release", "base-v1.0"), ("base-1.0", "")),
     "auraflow": {"v0.1": ("0.1", ""), "v0.2": ("0.2", ""), "v0.3": ("0.3", "")},
     "chroma": {"base": ("", "lodestones/Chroma1-Base"), "flash": ("", "lodestones/Chroma1-Flash")},
     "ernie": {"turbo": ("", "baidu/ERNIE-Image-Turbo")},
@@ -43,6 +44,7 @@ FLAVOURS: Mapping[str, Mapping[str, tuple[str, str]]] = {
 """By family, the flavour here; or an empty text and the hub id of its weights, for models without a flavour here."""
 
 OTHER_TASKS: Mapping[str, Mapping[str, str]] = {
+    "anima": dict.fromkeys(("preview", "preview-2", "preview-3"), "the layout of this preview of Anima"),
     "flux": {"kontext": "image editing"},
     "qwen_image": dict.fromkeys(("edit-v1", "edit-v2", "edit-v2+", "edit-v3"), "image editing"),
     "sdxl": dict.fromkeys(("refiner-1.0", "refiner-0.9"), "the SDXL refiner"),
@@ -59,6 +61,7 @@ OTHER_MODELS: Mapping[tuple[str, str], str] = {
 
 BASE_MODELS: Mapping[str, str] = {
     "chroma": "lodestones/Chroma1-Base",
+    "anima": "CalamitousFelicitousness/Anima-Preview-3-sdnext-diffusers",
     "flux": "black-forest-labs/FLUX.1-Krea-dev",
     "flux2": "black-forest-labs/FLUX.2-klein-base-9B",
     "pixart": "terminusresearch/pixart-900m-1024-ft-v0.6",
