@@ -5,7 +5,7 @@ Shapes: B batch, latents (B, C, h, w), L text tokens.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -63,10 +63,10 @@ class Ernie(TransformerFamily):
         given = super().inputs(noisy, timesteps, {"tokens": tokens})
         return given | {"text_lens": beside(conditioning["mask"], noisy.device).sum(dim=1)}
 
-    def _pipeline(self, has: Callable[[str], bool]) -> object:
+    def assemble(self, cls: type, parts: Mapping[str, object], *, encodes: bool) -> Any:
         """Its own way to pad waits for the device, and needs values where memory is counted."""
-        pipeline = super()._pipeline(has)
-        cast(Any, pipeline)._pad_text = _padded
+        pipeline = super().assemble(cls, parts, encodes=encodes)
+        pipeline._pad_text = _padded
         return pipeline
 
     def prompts(self, conditioning: Conditioning, unconditional: Conditioning) -> dict[str, object]:
