@@ -207,8 +207,8 @@ OPTIONS: tuple[Rule, ...] = (
         - attention masks of T5 are not applied | apply_t5_attn_mask
         - learning rates of single blocks are not supported | block_lr
     """),
-    *unsupported("- the range of timesteps cannot be limited | min_timestep", off=(*OFF, 0)),
-    *unsupported("- the range of timesteps cannot be limited | max_timestep", off=(*OFF, 1000)),
+    read("min_timestep", "timestep_min", note="of SDXL, over 1000", off=(*OFF, 0)),
+    read("max_timestep", "timestep_max", note="of SDXL, over 1000", off=(*OFF, 1000)),
     *unsupported("- prompts have the length of the text encoder | max_token_length", off=(*OFF, 75, "75")),
     *unsupported("- the Huber losses have one threshold, huber_c | huber_scale", off=(*OFF, 1)),
     *unsupported("- the number of images that are left out is up to the dataset | dataset_repeats", off=(*OFF, 1, "1")),
