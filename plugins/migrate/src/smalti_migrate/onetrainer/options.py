@@ -231,7 +231,7 @@ def _timesteps(found: Values, family: str, result: Imported) -> None:
 
 
 def _noise_levels(found: Values, result: Imported) -> None:
-    """The range of noise levels: shifted afterwards there, and before here. Distributions that are not uniform are scaled there."""
+    """The range of noise levels, which are shifted after it there. Distributions that are not uniform are scaled there."""
     uniform = result.value("timestep_distribution") == "uniform" and not result.value("flow_schedule_auto_shift")
     shift = number(result.value("flow_schedule_shift") or 1)
     for key, name in (("min_noising_strength", "timestep_min"), ("max_noising_strength", "timestep_max")):

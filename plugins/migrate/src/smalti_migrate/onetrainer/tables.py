@@ -234,7 +234,8 @@ OPTIONS: tuple[Rule, ...] = (
         - noise is not modified | offset_noise_weight perturbation_noise_weight cep_gamma
         - images are not conditioned on others | custom_conditioning_image force_circular_padding
         - validation uses the concepts that are marked for it | validation | eval_steps_interval = N
-        - weights are not offloaded in layers | layer_offload_fraction | fsdp_cpu_offload; see docs/memory.md
+        - all frozen blocks of a LoRA are streamed, or none | layer_offload_fraction | stream_base = true for a LoRA,
+          else fsdp_cpu_offload; see docs/memory.md
         - embeddings are not trained | additional_embeddings
         - which layers are quantised is not chosen here | quantization.*
     """),
