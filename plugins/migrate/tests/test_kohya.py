@@ -294,6 +294,20 @@ def test_text_encoders_of_sdxl_are_trained_at_their_rate(imported, given):
     assert "train_text_encoder" not in values
 
 
+def test_the_range_of_timesteps_is_that_of_noise_levels(imported):
+    text = "network_module='networks.lora'\nnetwork_dim=4\nmax_train_steps=9\nmin_timestep=0\nmax_timestep=600\n"
+    values, left, _ = imported({"train.toml": text}, family="sdxl")
+    assert (values.get("timestep_min"), values["timestep_max"]) == (None, 0.6)
+    assert not any("timestep" in place for place in left)
+    text = text.replace("networks.lora", "networks.lora_flux").replace("=0\n", "=200\n")
+    values, left, _ = imported({"train.toml": text}, family="flux")
+    assert values.keys() & {"timestep_min", "timestep_max"} == set()
+    assert [left[f"train.toml: {key}_timestep"].fix.partition(",")[0] for key in ("min", "max")] == [
+        "timestep_min",
+        "timestep_max",
+    ]
+
+
 def test_a_repository_on_the_hub_is_private_unless_it_was_public(imported):
     keys = "network_dim=4\nunet_lr=1e-4\nhuggingface_repo_id='me/zwx'\n"
     values = imported({"train.toml": keys})[0]

@@ -132,6 +132,36 @@ def test_the_kind_of_a_concept_is_kept(imported):
     assert left.keys() == SECRET
 
 
+def test_the_weight_of_a_concept_is_that_of_its_images(imported):
+    values, left, _ = convert(imported, [{**CONCEPT, "loss_weight": 0.5}, {**CONCEPT, "path": "more", "loss_weight": 1.0}])
+    assert [each.get("loss_weight") for each in values["datasets"]] == [0.5, None]
+    assert left.keys() == SECRET
+
+
+@pytest.mark.parametrize(
+    ("distribution", "shift", "expected"), [("UNIFORM", 1.0, 0.2), ("UNIFORM", 3.0, 3 / 7), ("LOGIT_NORMAL", 1.0, None)]
+)
+def test_a_range_of_uniform_timesteps_is_one_of_noise_levels(imported, distribution, shift, expected):
+    changes = {"timestep_distribution": distribution, "timestep_shift": shift, "max_noising_strength": 1.0}
+    values, left, _ = convert(imported, **changes, min_noising_strength=0.2)
+    assert values.get("timestep_min") == (None if expected is None else pytest.approx(expected, abs=1e-6))
+    assert ("config.json: min_noising_strength" in left, "timestep_max" in values) == (expected is None, False)
+
+
+KINDS = {
+    "loha": {"peft_type": "LOHA"},
+    "dora": {"lora_decompose": True, "lora_decompose_output_axis": True},
+    None: {"peft_type": "LORA", "lora_decompose": True},
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_kind_of_adapter_is_kept_where_it_is_the_same(imported, kind):
+    values, left, _ = convert(imported, **KINDS[kind])
+    assert values.get("lora_kind") == kind
+    assert left.keys() - SECRET == (set() if kind else {"config.json: lora_decompose"})
+
+
 def test_a_preset_keeps_its_resolution_for_the_datasets_that_are_added_to_it(imported):
     preset = {"model_type": "Z_IMAGE", "training_method": "LORA", "resolution": "512", "aspect_ratio_bucketing": False}
     values, left, _ = imported({"preset.json": json.dumps(preset)})

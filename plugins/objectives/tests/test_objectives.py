@@ -156,6 +156,21 @@ def test_every_occurrence_of_the_trigger_word_becomes_the_class(caption, renamed
     assert loss_of(Adapted(), *CLASS).second_caption("preserve", caption, ZWX, 1) == renamed
 
 
+def test_each_trigger_word_can_have_a_class_of_its_own():
+    both = entry(trigger_word="zwx"), entry(id="toys", trigger_word="abc")
+    loss = loss_of(Adapted(), *CLASS[:2], "--preserve_class=zwx=cat", "--preserve_class=abc=toy, of wood")
+    assert [loss.second_caption("preserve", "zwx, abc", spec, 1) for spec in both] == ["cat, abc", "zwx, toy, of wood"]
+    loss = loss_of(Adapted(), *CLASS, "--preserve_class=abc=toy")
+    assert [loss.second_caption("preserve", "zwx, abc", spec, 1) for spec in both] == ["cat, abc", "zwx, toy"]
+
+    [_, term, *_] = plugin.build_terms(config(*CLASS[:2], "--preserve_class=zwx=cat"), Adapted())
+    [notice] = term.check(both)
+    assert notice.startswith("preserve=class has no effect on the dataset toys: it has no trigger_word that")
+    assert term.passes(0, both[1:]) == ()
+    with pytest.raises(ConfigError, match="no dataset has one that preserve_class names"):
+        term.check(both[1:])
+
+
 def test_a_visit_takes_one_of_the_prompts_by_its_number_alone():
     words = "--model_type=lora", "--preserve=prompts", "--preserve_prompts=a", "--preserve_prompts=b", "--preserve_prompts=c"
     loss = loss_of(Adapted(), *words)

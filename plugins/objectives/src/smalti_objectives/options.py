@@ -18,8 +18,11 @@ class ObjectivesOptions(Options):
     preserve_weight: float = option(
         1.0, help="Weight of the loss that `preserve` adds.", level="advanced", when="preserve", ge=0
     )
-    preserve_class: str | None = option(
-        None, help="The word for what the trigger word is one of, such as cat.", when="preserve == class"
+    preserve_class: Texts = option(
+        (),
+        help="The word for what the trigger word is one of, such as cat. For datasets with several trigger words, repeat the"
+        " flag with zwx=cat for each.",
+        when="preserve == class",
     )
     preserve_prompts: Texts = option(
         (),

@@ -36,6 +36,9 @@ class Preservation(Term):
         self.options = config[ObjectivesOptions]
         self.weight = self.options.preserve_weight
         self.second_captions = {"preserve": self._caption}
+        pairs = [each.rpartition("=") for each in self.options.preserve_class]
+        self._classes = {trigger.strip(): word.strip() for trigger, _, word in pairs}
+        """By trigger word; "" is any other one."""
         self._lacking = lacks_base(config, family)
         self._noise = SampleNoise(config[RunOptions].seed)
 
@@ -48,9 +51,11 @@ class Preservation(Term):
         lacking = [spec.id for spec in trained if not self._applies_to(spec)]
         if lacking and len(lacking) == len(trained):
             message = "preserve=class replaces the trigger word in captions, and no dataset has one"
+            message += "" if "" in self._classes else " that preserve_class names"
             fix = 'give the datasets the key "trigger_word", or use --preserve=prompts or --preserve=blank'
             raise ConfigError([Problem(message=message, where="preserve", fix=fix, option="preserve")])
-        return [f"preserve=class has no effect on the dataset {name}: it has no trigger_word" for name in lacking]
+        why = "it has no trigger_word" if "" in self._classes else "it has no trigger_word that preserve_class names"
+        return [f"preserve=class has no effect on the dataset {name}: {why}" for name in lacking]
 
     def texts(self, data: PreparedData) -> Iterator[str]:
         if self.options.preserve != "class":
@@ -76,7 +81,12 @@ class Preservation(Term):
 
     def _applies_to(self, spec: DatasetSpec) -> bool:
         """Regularisation data are held to the same model anyway."""
-        return not spec.is_regularisation_data and (self.options.preserve != "class" or bool(spec.trigger_word))
+        if spec.is_regularisation_data or self.options.preserve != "class":
+            return not spec.is_regularisation_data
+        return bool(spec.trigger_word) and self._class_of(spec) is not None
+
+    def _class_of(self, spec: DatasetSpec) -> str | None:
+        return self._classes.get(str(spec.trigger_word), self._classes.get(""))
 
     def _caption(self, caption: str, spec: DatasetSpec, number: int) -> str:
         if self.options.preserve == "class":
@@ -90,8 +100,8 @@ class Preservation(Term):
 
     def _renamed(self, caption: str, spec: DatasetSpec) -> str:
         """A caption with the class in place of the trigger word, wherever that is a word of its own."""
-        if not spec.trigger_word:
+        if not spec.trigger_word or (name := self._class_of(spec)) is None:
             return caption
         # A boundary between ASCII characters only: some languages write words without spaces.
         word = rf"(?<!\w){re.escape(spec.trigger_word)}(?!\w)"
-        return re.sub(word, lambda _: str(self.options.preserve_class), caption, flags=re.ASCII)
+        return re.sub(word, lambda _: name, caption, flags=re.ASCII)

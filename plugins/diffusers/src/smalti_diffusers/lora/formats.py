@@ -274,10 +274,10 @@ def original_layers(model: nn.Module, config: Mapping[str, object]) -> dict[str,
     }
 
 
-def kohya_name(layer: str, model: nn.Module) -> str:
-    """Of a layer of this model, which may hold text encoders."""
+def kohya_name(layer: str, *, alone: bool = False) -> str:
+    """Of a layer of a model that holds one text encoder, if it is `alone`, or two or none."""
     if encoder_of(layer):
-        return kohya_name_in_encoder(layer, alone=not hasattr(model, "text_encoder_2"))
+        return kohya_name_in_encoder(layer, alone=alone)
     return "lora_unet_" + layer.replace(".", "_")
 
 
@@ -300,7 +300,7 @@ def _kohya(
         if not adapted:
             continue
         written.update(each.name for each in adapted)
-        name = kohya_name(original, adapter.model)
+        name = kohya_name(original, alone=not hasattr(adapter.model, "text_encoder_2"))
         if adapter.kind in ("lokr", "loha"):
             if len(members) > 1:
                 raise UserError(

@@ -174,7 +174,8 @@ OPTIONS: tuple[Rule, ...] = (
           names a pipeline in diffusers layout that has them
         - no adapter is added to the base model | model.lora_path model.inference_lora_path model.accuracy_recovery_adapter
         - the model is not split over GPUs | model.split_model_over_gpus | --fsdp_enable
-        - weights are not offloaded in layers | model.layer_offloading | fsdp_cpu_offload; see docs/memory.md
+        - all frozen blocks of a LoRA are streamed, or none | model.layer_offloading | stream_base = true for a LoRA,
+          else fsdp_cpu_offload; see docs/memory.md
         - attention masks of Flux are not applied | model.attn_masking
         - files for SD 2, SSD-1B and Vega are not read | model.is_v2 model.is_ssd model.is_vega
         - the EMA does not change the weights | train.ema_config.use_feedback

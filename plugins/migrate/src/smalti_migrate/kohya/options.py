@@ -312,8 +312,21 @@ def _objective(found: Values, model: _Model, result: Imported) -> None:
         result.add("prediction_type", "v_prediction", found["v_parameterization"].place)
     if str(found.first("loss_type").value) in ("huber", "smooth_l1"):
         result.copy("huber_schedule", found.first("huber_schedule", default="snr"))
+    for key, name in (("min_timestep", "timestep_min"), ("max_timestep", "timestep_max")):
+        if key in found and (step := found[key].read(whole)) not in (0, 1000):
+            _noise_level(found[key], name, step, model, result)
     if model.is_flow:
         _flow(found, model.family, result)
+
+
+def _noise_level(given: Found, name: str, step: int, model: _Model, result: Imported) -> None:
+    """The first step of noise that is trained, or the one after the last."""
+    if model.is_flow:
+        fix = f"{name}, from 0 (image) to 1 (noise)"
+        result.leave(given.place, "the range of timesteps is read for SDXL", fix=fix, value=given.value)
+        return
+    result.add(name, step / 1000, source_text("", given.place, step, step / 1000))
+    result.settled.append(given.place)
 
 
 def _flow(found: Values, family: str, result: Imported) -> None:

@@ -189,9 +189,10 @@ OPTIONS: tuple[Rule, ...] = (
           adaptive_noise_scale | leave it out; rescale_betas_zero_snr with v_prediction is the exact way to dark and bright
           images
         - there are no weights in fp16 here | full_fp16 | weights_dtype = "bf16" where all weights train; see docs/memory.md
-        - blocks are not moved between GPU and host memory | blocks_to_swap cpu_offload_checkpointing block_swap
-          single_blocks_to_swap double_blocks_to_swap unsloth_offload_checkpointing blockwise_fused_optimizers | to save
-          memory: base_model_precision = "int8-torchao" for a LoRA, or fsdp_cpu_offload; see docs/memory.md
+        - all frozen blocks of a LoRA are streamed, or none | blocks_to_swap block_swap single_blocks_to_swap
+          double_blocks_to_swap | stream_base = true for a LoRA, else fsdp_cpu_offload; see docs/memory.md
+        - another option says it | cpu_offload_checkpointing unsloth_offload_checkpointing | offload_activations = true
+        - another option says it | blockwise_fused_optimizers | release_gradients = true
         - intervals are in steps here | save_every_n_epochs save_n_epoch_ratio | --checkpoint_step_interval=N
         - intervals are in steps here | sample_every_n_epochs | --validation_step_interval=N
         - no images are sampled before the first step | sample_at_first
@@ -216,8 +217,8 @@ OPTIONS: tuple[Rule, ...] = (
         - attention masks of T5 are not applied | apply_t5_attn_mask
         - learning rates of single blocks are not supported | block_lr
     """),
-    *unsupported("- the range of timesteps cannot be limited | min_timestep", off=(*OFF, 0)),
-    *unsupported("- the range of timesteps cannot be limited | max_timestep", off=(*OFF, 1000)),
+    read("min_timestep", "timestep_min", note="of SDXL, over 1000", off=(*OFF, 0)),
+    read("max_timestep", "timestep_max", note="of SDXL, over 1000", off=(*OFF, 1000)),
     *unsupported("- prompts have the length of the text encoder | max_token_length", off=(*OFF, 75, "75")),
     *unsupported("- the Huber losses have one threshold, huber_c | huber_scale", off=(*OFF, 1)),
     *unsupported("- the number of images that are left out is up to the dataset | dataset_repeats", off=(*OFF, 1, "1")),

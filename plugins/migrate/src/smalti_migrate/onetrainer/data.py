@@ -54,6 +54,8 @@ def _concept(within: str, given: Values, options: Values, result: Imported) -> N
         entry["mask_suffix"] = Line(value="-masklabel.png", source=options["masked_training"].place)
     if kind.value == "PRIOR_PREDICTION":
         entry["is_regularisation_data"] = Line(value=True, source=kind.place)
+    if (weight := given.get("loss_weight")) is not None and weight.read(number) != 1:
+        entry["loss_weight"] = Line(value=weight.read(number), source=weight.place)
     result.settled += [kind.place] if kind.value in ("STANDARD", "VALIDATION") else []
     result.datasets.append(entry)
 

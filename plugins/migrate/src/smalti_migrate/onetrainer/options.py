@@ -32,6 +32,8 @@ def imported(files: Sequence[Opened], family: str | None = None) -> Imported:
         attempt(result, step, found, result)
     attempt(result, _base, found, kind, result)
     attempt(result, _timesteps, found, chosen, result)
+    attempt(result, _noise_levels, found, result)
+    attempt(result, _kind_of_adapter, found, kind, result)
     attempt(result, add_layers, found, chosen, kind, result)
     attempt(result, _encoders, found, chosen, kind, result)
     attempt(result, _data, files, found, result)
@@ -226,6 +228,39 @@ def _timesteps(found: Values, family: str, result: Imported) -> None:
         result.copy("flow_schedule_shift", found.first("timestep_shift", default=1.0), number)
     if family in ("flux", "flux2") and any(f"{part}.guidance_scale" in found for part in tables.PARTS):
         result.copy("flux_guidance_value", _of_part(found, "guidance_scale", default=1), number)
+
+
+def _noise_levels(found: Values, result: Imported) -> None:
+    """The range of noise levels, which are shifted after it there. Distributions that are not uniform are scaled there."""
+    uniform = result.value("timestep_distribution") == "uniform" and not result.value("flow_schedule_auto_shift")
+    shift = number(result.value("flow_schedule_shift") or 1)
+    for key, name in (("min_noising_strength", "timestep_min"), ("max_noising_strength", "timestep_max")):
+        if key not in found or (level := found[key].read(number)) in (0, 1):
+            continue
+        if not uniform:
+            why, fix = "the range of timesteps is read for uniform ones", f"{name}, from 0 (image) to 1 (noise)"
+            result.leave(found[key].place, why, fix=fix, value=level)
+            continue
+        value = round(shift * level / (1 + (shift - 1) * level), 6)
+        result.add(name, value, source_text("", found[key].place, level, value))
+        result.settled.append(found[key].place)
+
+
+def _kind_of_adapter(found: Values, kind: str, result: Imported) -> None:
+    """A LoHa, or a DoRA if its lengths are those of rows."""
+    name, axis = found.first("peft_type", default="LORA"), found.get("lora_decompose_output_axis")
+    result.settled += [axis.place] if axis is not None else []
+    if kind != "lora":
+        return
+    if str(name.value) == "LOHA":
+        result.add("lora_kind", "loha", source_text("", name.place, name.value, "loha"))
+    elif str(name.value) != "LORA":
+        result.leave(name.place, "smalti has no such adapter", fix='lora_kind = "lokr"', value=name.value)
+    elif found.on("lora_decompose") and axis is not None and axis.read(switch):
+        result.add("lora_kind", "dora", f"{found['lora_decompose'].place}, {axis.place}")
+    elif found.on("lora_decompose"):
+        why = "without lora_decompose_output_axis a DoRA has lengths of columns there; here they are of rows"
+        result.leave(found["lora_decompose"].place, why, fix='lora_kind = "dora"', value=True)
 
 
 def _encoders(found: Values, family: str, kind: str, result: Imported) -> None:

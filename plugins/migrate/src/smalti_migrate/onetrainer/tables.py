@@ -119,6 +119,11 @@ OPTIONS: tuple[Rule, ...] = (
     option("workspace_dir", "output_dir", path, default="workspace/run"),
     option("lora_rank", "lora_rank", whole, default=16),
     option("lora_alpha", "lora_alpha", number, default=1.0),
+    read("peft_type", "lora_kind", note="LORA or LOHA", off=(*OFF, "LORA")),
+    read("lora_decompose", "lora_kind", note="dora, with lora_decompose_output_axis"),
+    read("lora_decompose_output_axis", "lora_kind", note="with lora_decompose"),
+    read("min_noising_strength", "timestep_min", note="of uniform timesteps, with their shift", off=(*OFF, 0)),
+    read("max_noising_strength", "timestep_max", note="as min_noising_strength", off=(*OFF, 1)),
     option("dropout_probability", "lora_dropout", number),
     option("lora_model_name", "init_lora", path, note="rank and alpha of the file are those of the run"),
     read("layer_filter", "lora_targets", note="parts of names; by default all linear layers and convolutions, as there"),
@@ -211,7 +216,7 @@ OPTIONS: tuple[Rule, ...] = (
           prefetch_next_batch
         - lora_base_dtype and base_model_precision say it here | weight_dtype lora_weight_dtype
         - embeddings are not trained | embedding_learning_rate preserve_embedding_norm embedding_weight_dtype
-        - only with another peft_type | lora_decompose_norm_epsilon lora_decompose_output_axis
+        - rounding of lengths that are never 0 | lora_decompose_norm_epsilon
         - only with a schedule of one's own | custom_learning_rate_scheduler scheduler_params
         - lengths of prompts are the family's | text_encoder_sequence_length text_encoder_2_sequence_length
         - only of other methods | embedding.* oft_* lokr_* dora_oft*
@@ -224,20 +229,17 @@ OPTIONS: tuple[Rule, ...] = (
           fsdp_in_use
         """),
     *unsupported("""
-        - LoRA is not decomposed into magnitude and direction (DoRA) | lora_decompose
         - this setting of the optimizer has no option | optimizer.*
         - this loss is not supported | mae_strength log_cosh_strength
         - noise is not modified | offset_noise_weight perturbation_noise_weight cep_gamma
-        - the range of timesteps cannot be limited | min_noising_strength
         - images are not conditioned on others | custom_conditioning_image force_circular_padding
         - validation uses the concepts that are marked for it | validation | eval_steps_interval = N
-        - weights are not offloaded in layers | layer_offload_fraction | fsdp_cpu_offload; see docs/memory.md
+        - all frozen blocks of a LoRA are streamed, or none | layer_offload_fraction | stream_base = true for a LoRA,
+          else fsdp_cpu_offload; see docs/memory.md
         - embeddings are not trained | additional_embeddings
         - which layers are quantised is not chosen here | quantization.*
     """),
-    *unsupported('- only plain LoRA is supported | peft_type | model_type = "lora"', off=(*OFF, "LORA")),
     *unsupported("- the learning rate is not scaled by the batch | learning_rate_scaler", off=(*OFF, "NONE")),
-    *unsupported("- the range of timesteps cannot be limited | max_noising_strength", off=(*OFF, 1)),
     *secret("secrets*"),
 )
 
@@ -250,6 +252,7 @@ CONCEPTS: tuple[Rule, ...] = (
     read("repeats", "repeats", note="as balancing, in older files"),
     read("type", "dataset_type", "is_regularisation_data", note="VALIDATION is eval, PRIOR_PREDICTION is_regularisation_data"),
     read("validation_concept", "dataset_type", note="eval"),
+    read("loss_weight", "loss_weight", off=(*OFF, 1)),
     read("text.prompt_source", "caption_strategy", note="sample, filename, or concept with a file of one line"),
     read("text.prompt_path", "instance_prompt"),
     read("image.enable_resolution_override", "resolution"),
@@ -277,7 +280,6 @@ CONCEPTS: tuple[Rule, ...] = (
           image.enable_fixed_contrast image.enable_random_saturation image.enable_fixed_saturation image.enable_random_hue
           image.enable_fixed_hue
     """),
-    *unsupported("- all datasets have the same weight | loss_weight", off=(*OFF, 1)),
 )
 
 SAMPLES: tuple[Rule, ...] = (
