@@ -92,4 +92,4 @@ def _embed_on_meta(embedding: nn.Module) -> None:
     def forward(ids: Tensor) -> Tensor:
         return ids.new_empty(*ids.shape[:2], 1, width) if ids.is_meta else cast(Tensor, embed(ids))
 
-    embedding.forward = forward  # type: ignore[assignment]
+    embedding.forward = forward
