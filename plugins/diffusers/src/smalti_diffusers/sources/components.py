@@ -79,7 +79,7 @@ class Components:
         self.settings = {name: value for name, value in self.index.items() if name[0] != "_" and not isinstance(value, list)}
         """Arguments of the pipeline's constructor other than its components."""
         listed = {name: _library_and_class(value) for name, value in self.index.items() if isinstance(value, list)}
-        self._classes = {name: value for name, value in listed.items() if value[0] is not None}
+        self._classes = {name: (library, kind) for name, (library, kind) in listed.items() if library is not None}
 
     @property
     def is_modular(self) -> bool:
@@ -182,7 +182,7 @@ class Components:
 
     def library(self, part: str) -> str:
         """The module that has the class of a part: "diffusers" or "transformers"."""
-        return str(self._classes[part][0])
+        return self._classes[part][0]
 
     def check_weights(self, skip: str | None = None) -> None:
         """Raises UserError if a part has no weights, or a file of them is missing or damaged. Reads headers; skips one part."""
