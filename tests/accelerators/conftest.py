@@ -67,13 +67,17 @@ def rehearsed(images, tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def pipeline(images, tmp_path_factory):
-    """pipeline(name) -> the options of a family of diffusers at its tiniest, whose images and captions were encoded before."""
+    """pipeline(name, **options) -> the options of a family of diffusers at its tiniest, with images and captions encoded before.
+
+    `options` are more of the run's.
+    """
     known = {}
 
-    def make(name: str) -> dict[str, object]:
-        if name not in known:
+    def make(name: str, **options: object) -> dict[str, object]:
+        key = (name, *options.items())
+        if key not in known:
             folder = tmp_path_factory.mktemp(name)
-            known[name] = {
+            known[key] = options | {
                 "model_family": name,
                 "pretrained_model_name_or_path": folder / "pipeline",
                 "cache_dir": folder / "cache",
@@ -81,11 +85,11 @@ def pipeline(images, tmp_path_factory):
                 "vae_dtype": "fp32",
                 "text_encoder_dtype": "fp32",
             }
-            values = {**COMMON, **known[name], "instance_data_dir": images, "output_dir": folder / "run"}
+            values = {**COMMON, **known[key], "instance_data_dir": images, "output_dir": folder / "run"}
             imports = [PIPELINE_MODULES[name]]
             with forked_processes(ranks=1, group=False, module="accelerators", imports=imports) as process:
                 process.run(encoded, as_words(values), PIPELINES, name, folder / "pipeline")
-        return known[name]
+        return known[key]
 
     return make
 

@@ -20,7 +20,7 @@ class Phase:
     loop's thread did for all that was asked in this part. `switches` are devices other than the rank's own that
     became current. `staging` are the sizes of host memory that the saver's thread has pinned, in bytes. `tf32` counts the
     products of matrices that may and that may not be computed in TF32. `kernels` are operations on devices, `touched` the bytes
-    that they read and write. `copies` counts copies by function.
+    that they read and write. `copies` counts copies by function, `gathers` messages in which sharded weights are gathered.
     """
 
     waits: Counter = field(default_factory=Counter)
@@ -30,6 +30,7 @@ class Phase:
     kernels: int = 0
     touched: int = 0
     copies: Counter = field(default_factory=Counter)
+    gathers: int = 0
 
 
 @dataclass(kw_only=True)
@@ -74,7 +75,7 @@ def rehearse(words: Sequence[str], *, rank: int = 1, ranks: int = 8, saves: bool
         os.environ["ACCELERATE_TORCH_DEVICE"] = f"{kind}:{rank}"
     seen, watch = Rehearsal(), Watch()
     with ExitStack() as closing:
-        run = _built(words, watch, closing)
+        run = built(words, watch, closing)
         seen.built = _pinned(watch), sum(_bytes(each) for each in run.model.parameters() if each.device.type == "cpu")
         with watch:
             _go_through(run, seen, watch, saves=saves, samples=samples)
@@ -117,7 +118,7 @@ def encoded(words: Sequence[str], pipelines: Path, name: str, folder: Path) -> N
     encode_ahead(config, plugins, family, data, communicator, folder, Phases(), texts, negative)
 
 
-def _built(words, watch, closing):
+def built(words, watch, closing):
     import torch
 
     import smalti.training.build_run
@@ -238,20 +239,20 @@ def _go_through(run, seen, watch, *, saves: bool, samples: bool) -> None:
     )  # of what the other ranks would hold, nothing is there
     run.saver = Saver(write=write, communicator=run.parallel, background=alone)
     for name in ("first step", "second step", "third step"):  # whose loss the next may read
-        with _phase(seen, name, watch, home):
+        with phase(seen, name, watch, home):
             step()
-    with _phase(seen, "agree", watch, home):
+    with phase(seen, "agree", watch, home):
         agree(run)
         run.settle()
     seen.parameters = {str(parameter.device) for parameter in run.model.parameters()}
     seen.averages = {str(tensor.device) for tensor in run.ema.shadows.values()} if run.ema is not None else set()
     seen.state = _places(run.optimizer)
     if saves:
-        with _phase(seen, "save", watch, home):
+        with phase(seen, "save", watch, home):
             save(run, last=False)
             run.saver.wait()  # so that no step makes the host wait meanwhile, which would order what is not
             poll_save(run, finish=True)
-        with _phase(seen, "save beside a step", watch, home):
+        with phase(seen, "save beside a step", watch, home):
             save(run, last=False)
             step()
             run.settle()
@@ -259,14 +260,14 @@ def _go_through(run, seen, watch, *, saves: bool, samples: bool) -> None:
             poll_save(run, finish=True)
     periodic = {work.name: work for work in run.periodic}
     if run.data.held_out is not None:
-        with _phase(seen, "evaluate", watch, home):
+        with phase(seen, "evaluate", watch, home):
             periodic["evaluation"].run(run)
     if samples:
-        with _phase(seen, "sample", watch, home):
+        with phase(seen, "sample", watch, home):
             periodic["validation"].run(run)
-    with _phase(seen, "discard", watch, home):
+    with phase(seen, "discard", watch, home):
         run.parallel.zero_grad()
-    with _phase(seen, "resume", watch, home):
+    with phase(seen, "resume", watch, home):
         _resume(run)
         step()
     seen.resumed_state = _places(run.optimizer)
@@ -307,7 +308,7 @@ def _resume(run) -> None:
 
 
 @contextmanager
-def _phase(seen: Rehearsal, name: str, watch, home: int) -> Iterator[None]:
+def phase(seen: Rehearsal, name: str, watch, home: int) -> Iterator[None]:
     from smalti_plan.rehearsal.devices import fake_cuda
     from smalti_plan.rehearsal.devices.fake_cuda import Kind
 
@@ -331,6 +332,7 @@ def _phase(seen: Rehearsal, name: str, watch, home: int) -> Iterator[None]:
         kernels=sum(operation.device is not None for operation in seen_here),
         touched=sum(operation.touched for operation in seen_here if operation.device is not None),
         copies=Counter(operation.where for operation in seen_here if operation.name == "copy_"),
+        gathers=sum("allgather" in operation.name for operation in seen_here if operation.device is not None),
         staging=[size for thread, size in pins if watch.threads.get(thread, "").startswith("smalti-save")],
     )
 

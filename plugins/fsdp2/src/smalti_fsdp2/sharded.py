@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -21,7 +22,7 @@ from smalti_fsdp2.host_shards import host_shards
 from smalti_fsdp2.load_weights import fill
 from smalti_fsdp2.options import ContextOptions, FsdpOptions
 from smalti_fsdp2.pure_blocks import compute_in_bf16
-from smalti_fsdp2.sharding import precision, prefetch, shard, shard_mesh, use_symmetric_memory
+from smalti_fsdp2.sharding import learn_order, precision, prefetch, shard, shard_mesh, use_symmetric_memory
 from smalti_fsdp2.wrapping import units
 from smalti_memory.host_memory import pin_limit
 
@@ -64,6 +65,7 @@ class Fsdp2Parallel(ProcessGroupParallel):
             use_symmetric_memory(model)
         self._groups = [model.get_submodule(unit.path) for unit in chosen]
         self._prefetch(model)
+        learn_order(model, self._groups, partial(self._reorder, model))
         fill(
             model,
             weights,
@@ -108,6 +110,10 @@ class Fsdp2Parallel(ProcessGroupParallel):
         assert isinstance(model, FSDPModule)
         self._root = model
         return ShardedState(model, optimizer, self._prefetch)
+
+    def _reorder(self, model: nn.Module, groups: list[nn.Module]) -> None:
+        self._groups = groups
+        self._prefetch(model)
 
     def _prefetch(self, model: nn.Module) -> None:
         prefetch(

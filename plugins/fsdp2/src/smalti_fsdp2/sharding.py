@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -94,13 +94,28 @@ def use_symmetric_memory(model: nn.Module) -> None:
 def prefetch(groups: Sequence[nn.Module], ahead: int, behind: int) -> None:
     """While one group computes, the next ones are gathered: in the order of the forward pass, and back.
 
-    A model may compute in another order than it lists its groups. What it gathers ahead and does not use waits for the next
-    pass; a backward pass lets go of it.
+    What is gathered ahead and not used waits for the next pass; a backward pass lets go of it.
     """
     for place, group in enumerate(groups):
         assert isinstance(group, FSDPModule)
         group.set_modules_to_forward_prefetch(_sharded(groups[place + 1 : place + 1 + ahead]))
         group.set_modules_to_backward_prefetch(_sharded(groups[max(0, place - behind) : place][::-1]))
+
+
+def learn_order(model: nn.Module, groups: Sequence[nn.Module], learned: Callable[[list[nn.Module]], object]) -> None:
+    """Call `learned` once, after the next forward pass, with the groups as it has entered them: a model may list them otherwise.
+
+    It is the order of all ranks, which gather together.
+    """
+    entered: dict[nn.Module, None] = {}
+
+    def end(*unused: object) -> None:
+        for hook in hooks:
+            hook.remove()
+        learned([*entered, *(group for group in groups if group not in entered)])
+
+    hooks = [group.register_forward_pre_hook(lambda module, _: entered.setdefault(module)) for group in groups]
+    hooks.append(model.register_forward_hook(end))
 
 
 def _sharded(groups: Sequence[nn.Module]) -> list[FSDPModule]:
