@@ -85,10 +85,14 @@ def object_stores(cluster: Raylets) -> float:
     """MiB that the object stores of all nodes have written so far: a store keeps the pages of its file in memory."""
     found = 0
     for _, raylet in cluster.nodes:
-        stores = [each for each in Path(f"/proc/{raylet}/fd").iterdir() if "/plasma" in os.readlink(each)]
-        if not stores:
+        sizes = []
+        for each in Path(f"/proc/{raylet}/fd").iterdir():
+            with suppress(FileNotFoundError):  # it was closed meanwhile
+                if "/plasma" in f"{each.readlink()}":
+                    sizes.append(each.stat().st_blocks * 512)
+        if not sizes:
             raise RuntimeError("a raylet without the file of an object store")
-        found += sum(each.stat().st_blocks * 512 for each in stores)
+        found += sum(sizes)
     return found / 2**20
 
 
