@@ -1,4 +1,5 @@
-"""Encoding for a run on a Ray cluster of two nodes: CPU seconds an image of all its processes, against one process without Ray.
+"""Encoding for a run on a Ray cluster of two nodes: CPU seconds an image of all its processes, against one process without Ray,
+and the peak memory of Ray's object store for ten times as many images.
 
 Latents and captions of a tiny SDXL. What a start costs is left out: each side encodes two datasets, and the difference counts.
 Most of the CPU time of an image is its file and its entry in the cache, since the model is small; with a real one it is less.
@@ -24,7 +25,9 @@ from step import ROOT
 if TYPE_CHECKING:
     from run import Result
 
-FEW, MANY = sized(500, short=8), sized(3500, short=24)
+    from support.raylets import Raylets
+
+FEW, MANY = sized(500, short=8), sized(5000, short=80)
 EDGE = 64
 NODES = 2
 _EVERY = 0.1
@@ -78,6 +81,21 @@ def encode(model: Path, data: Path, cache: Path, *more: str) -> float:
     return usage.ru_utime + usage.ru_stime
 
 
+def object_stores(cluster: Raylets) -> float:
+    """MiB that the object stores of all nodes have written so far: a store keeps the pages of its file in memory."""
+    found = 0
+    for _, raylet in cluster.nodes:
+        sizes = []
+        for each in Path(f"/proc/{raylet}/fd").iterdir():
+            with suppress(FileNotFoundError):  # it was closed meanwhile
+                if "/plasma" in f"{each.readlink()}":
+                    sizes.append(each.stat().st_blocks * 512)
+        if not sizes:
+            raise RuntimeError("a raylet without the file of an object store")
+        found += sum(sizes)
+    return found / 2**20
+
+
 def draw(folder: Path, number: int) -> Path:
     """Images, all of them different, with captions."""
     folder.mkdir()
@@ -103,14 +121,18 @@ def measure() -> list[Result]:
             for _ in range(NODES):
                 cluster.add()
             processes = Processes(cluster.session)
-            found = []
+            found, stores = [], []
             for each in data:
                 before = processes.seconds
                 flags = ["--engine=ray", f"--address={cluster.address}", f"--engine_workers={NODES}"]
                 own = encode(model, each, folder / f"ray-{each.name}", *flags)
                 found.append(own + processes.seconds - before)
+                stores.append(object_stores(cluster))
             processes.close()
         finally:
             cluster.close()
     ours, peer = ((many - few) / (MANY - FEW) for few, many in (found, plain))
-    return [paired("Ray: CPU time of an encoded image", [ours], [peer], unit="s", goal=1.15)]
+    return [
+        paired("Ray: CPU time of an encoded image", [ours], [peer], unit="s", goal=1.15),
+        paired("Ray: object stores, ten times the images", [stores[1]], [stores[0]], unit="MiB", goal=1.1),
+    ]

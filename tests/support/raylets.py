@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import socket
 import subprocess
 import sys
 from contextlib import suppress
@@ -11,6 +13,7 @@ from pathlib import Path
 import psutil
 
 HOST = """
+import json
 import sys
 from ray.cluster_utils import Cluster
 
@@ -24,15 +27,14 @@ def patiently(start):
 
 cluster = None
 for line in sys.stdin:
-    word, _, argument = line.strip().partition(" ")
-    if word == "add":
-        if cluster is None:
-            head = {"num_cpus": 0, "include_dashboard": False}
-            cluster = patiently(lambda: Cluster(initialize_head=True, head_node_args=head))
-        node = patiently(lambda: cluster.add_node(num_cpus=int(argument), object_store_memory=80_000_000))
-        print(cluster.address, node.node_id, node.all_processes["raylet"][0].process.pid, flush=True)
+    wanted = json.loads(line)
+    if cluster is None:
+        cluster = patiently(lambda: Cluster(initialize_head=True, head_node_args={"num_cpus": 0, **wanted["head"]}))
+    given = {"num_cpus": wanted["cores"], "env_vars": wanted["variables"], "object_store_memory": 80_000_000}
+    node = patiently(lambda: cluster.add_node(**given))
+    print(cluster.address, node.node_id, node.all_processes["raylet"][0].process.pid, flush=True)
 """
-"""Adds a raylet for each line `add CORES`, and says the address of the cluster, the node's id and the raylet's process."""
+"""Adds a raylet for each line of JSON, and writes the address of the cluster, the node's id and the raylet's process."""
 _PATIENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_raylet_start_wait_time_s": "40",
@@ -41,15 +43,18 @@ _PATIENT = {
 
 
 def environment() -> dict[str, str]:
-    """For Ray's processes: nothing of the tests' own settings, and more time to start."""
-    return {**{name: value for name, value in os.environ.items() if not name.startswith("SMALTI_")}, **_PATIENT}
+    """For Ray's processes: nothing of the tests' own settings, this installation on the path, and more time to start."""
+    others = {name: value for name, value in os.environ.items() if not name.startswith("SMALTI_")}
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
+    return {**others, **_PATIENT, "PATH": path}
 
 
 class Raylets:
-    """Close it: that kills every process of the cluster."""
+    """Close it: that kills every process of the cluster. With `dashboard` it takes jobs, which needs `ray[default]`."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, dashboard: bool = False) -> None:
         self.address = ""
+        self._dashboard = free_port() if dashboard else None
         self.nodes: list[tuple[str, int]] = []
         self._log = (folder / "cluster.log").open("w")
         self._host = subprocess.Popen(
@@ -69,11 +74,18 @@ class Raylets:
         """The session of all processes of the cluster."""
         return self._host.pid
 
-    def add(self, cores: int = 1) -> None:
-        """A further raylet with this number of cores."""
+    @property
+    def jobs(self) -> str:
+        """Where `ray job` submits to."""
+        return f"http://127.0.0.1:{self._dashboard}"
+
+    def add(self, cores: int = 1, **variables: str) -> None:
+        """A further raylet with this number of cores, and variables of its environment that others do not have."""
         assert self._host.stdin is not None
         assert self._host.stdout is not None
-        self._host.stdin.write(f"add {cores}\n")
+        head = {"include_dashboard": self._dashboard is not None}
+        head |= {} if self._dashboard is None else {"dashboard_port": self._dashboard}
+        self._host.stdin.write(json.dumps({"head": head, "cores": cores, "variables": variables}) + "\n")
         self._host.stdin.flush()
         answer = self._host.stdout.readline().split()
         if len(answer) != 3:
@@ -102,12 +114,12 @@ class Raylets:
         """The node on which a worker of Ray runs."""
         return [raylet for _, raylet in self.nodes].index(_raylet_of(process))
 
-    def worker(self) -> tuple[int, psutil.Process]:
-        """A node on which a function of an actor runs, with the process of it."""
+    def worker(self, function: str = "run") -> tuple[int, psutil.Process]:
+        """A node on which this function of an actor runs, with the process of it."""
         for number, (_, raylet) in enumerate(self.nodes):
             for each in psutil.Process(raylet).children(recursive=True) if psutil.pid_exists(raylet) else ():
                 with suppress(psutil.Error):
-                    if " ".join(each.cmdline()).rstrip().endswith(".run"):
+                    if " ".join(each.cmdline()).rstrip().endswith(f".{function}"):
                         return number, each
         raise RuntimeError("no actor runs")
 
@@ -122,6 +134,11 @@ class Raylets:
             with suppress(BrokenPipeError):
                 pipe.close()
         self._log.close()
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return int(probe.getsockname()[1])
 
 
 def _raylet_of(process: psutil.Process) -> int:

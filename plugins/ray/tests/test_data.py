@@ -17,6 +17,7 @@ from PIL import Image
 
 import smalti_ray.data.encode
 from smalti.data import LocalStorage
+from smalti.rundir import RunDirectory
 from smalti_cache.store import PackStore
 from support.commands import commands
 from support.raylets import Raylets
@@ -24,6 +25,7 @@ from support.whole import only_whole
 
 GATED = Path(__file__).parents[3] / "tests" / "e2e" / "gated"
 IMAGES = 40
+MANY = 20_000
 
 
 @pytest.fixture(scope="module")
@@ -145,6 +147,45 @@ def test_a_cache_is_the_same_though_a_node_is_killed_on_the_way(call, data, tmp_
     draw(data, IMAGES)
     done = json.loads(call("cache", "encode", f"--cache_dir={cache}", "--json")[1])
     assert (done["images"], done["images_encoded"], done["texts_encoded"]) == (IMAGES + 1, 1, 1)
+
+
+@only_whole("plugins/ray/tests/test_data.py::test_a_cache_is_the_same_though_a_node_is_killed_on_the_way")
+@pytest.mark.timeout(900)
+def test_a_large_cache_trains_though_a_node_is_killed_while_it_is_made(capsys, tmp_path, cluster):
+    """Of several packs and ranges; the node is lost once a pack is there."""
+    folder, plain, cache = tmp_path / "small", tmp_path / "plain", tmp_path / "cache"
+    folder.mkdir()
+    for number in range(MANY):
+        pixels = np.random.default_rng(number).integers(0, 256, (8, 8, 3), dtype=np.uint8)
+        Image.fromarray(pixels).save(folder / f"{number:05}.png", compress_level=1)
+        (folder / f"{number:05}.txt").write_text(f"image {number // 2}")
+    entry = {"id": "small", "instance_data_dir": str(folder), "resolution": 8, "resolution_type": "pixel"}
+    (tmp_path / "data.json").write_text(json.dumps([entry]))
+    words = [f"--data_backend_config={tmp_path}/data.json", "--model_family=gated", "--train_batch_size=16", "--use_cpu"]
+    run = commands(capsys)
+    assert run("cache", "encode", *words, f"--cache_dir={plain}")[0] == 0
+
+    cluster.add()
+
+    def kill():
+        while not list(cache.glob("latents*/*.safetensors")):
+            time.sleep(0.05)
+        cluster.lose(cluster.worker("do")[0])
+
+    killing = threading.Thread(target=kill, daemon=True)
+    killing.start()
+    flags = ("--engine=ray", f"--address={cluster.address}", "--engine_workers=2")
+    code, out, errors = run("cache", "encode", *words, *flags, f"--cache_dir={cache}", "--json")
+    assert (code, "is lost; part " in errors) == (0, True), errors
+    assert json.loads(out)["images"] == MANY
+    made = entries(cache)
+    assert same(entries(plain), made)
+
+    before = sorted(cache.rglob("*"))
+    code, _, errors = run("train", *words, f"--cache_dir={cache}", f"--output_dir={tmp_path}/run", "--max_train_steps=3")
+    assert code == 0, errors
+    assert (RunDirectory(tmp_path / "run").checkpoints / "step-00000003").exists()
+    assert sorted(cache.rglob("*")) == before, "what is in the cache is not encoded again"
 
 
 def test_what_the_cluster_lacks_is_named(call, tmp_path, data):
