@@ -13,6 +13,7 @@ from importlib import import_module
 from importlib.metadata import version
 from importlib.resources import files
 from importlib.resources.abc import Traversable
+from importlib.util import find_spec
 from pathlib import Path, PurePosixPath
 from string import Template
 from typing import Any
@@ -147,14 +148,10 @@ def _read(pipeline: str, kind: str, values: Mapping[str, str]) -> Any:
     """The `Package` that smalti-diffusers writes for a pipeline. Raises UserError."""
     if kind != "family":
         raise UserError(f"--from-pipeline writes a family, and --kind is {kind}", fix="--kind=family")
-    try:
-        package = import_module("smalti_diffusers.scaffold.package")
-    except ModuleNotFoundError as error:
-        if error.name != "smalti_diffusers":
-            raise
+    if find_spec("smalti_diffusers") is None:
         fix = f"pip install {shlex.quote(PLUGINS['diffusers'].target)}"
-        raise UserError("--from-pipeline needs smalti-diffusers, which is not installed", fix=fix) from None
-    return package.package_of(pipeline, values)
+        raise UserError("--from-pipeline needs smalti-diffusers, which is not installed", fix=fix)
+    return import_module("smalti_diffusers.scaffold.package").package_of(pipeline, values)
 
 
 def _checked(name: str, kind: str) -> str:

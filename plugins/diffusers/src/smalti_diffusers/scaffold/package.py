@@ -67,7 +67,8 @@ def package_of(source: str, values: Mapping[str, str]) -> Package:
 def _family(reading: Reading, values: Mapping[str, str]) -> str:
     """The module with the class of the family."""
     body = "".join(_attributes(reading, values)) + (_POSITIONS if reading.positions else "")
-    head = f'"""{reading.pipeline} of diffusers {version("diffusers")} as the family `{values["name"]}`.\n\nRead from the pipeline:\n\n'
+    head = f'"""{reading.pipeline} of diffusers {version("diffusers")} as the family `{values["name"]}`.\n\n'
+    head += "Read from the pipeline:\n\n"
     head += "".join(f"- {fact}\n" for fact in reading.facts) + '"""\n\n'
     text = f'class Family({reading.base}):\n    """Its fields are explained where {reading.base} declares them."""\n\n{body}'
     return f"{head}{_imports(text, values)}\n\n{text}"

@@ -1,4 +1,4 @@
-"""What the fields of a family are for a published pipeline: by its configurations and by the code of its classes in diffusers."""
+"""Fields of a family for a published pipeline, read from its configurations and from the code of its classes in diffusers."""
 
 from __future__ import annotations
 
@@ -173,6 +173,10 @@ def _arguments(found: Reading, code: PipelineCode, config: Mapping[str, object])
             )
         else:
             _caption(captions, found, code, name, variable, config)
+    unused = [each for each in code.encoded if "mask" in each and each in code.defaults("__call__")]
+    if unused and "mask" not in captions:  # the pipeline wants it with the tokens, and its model does not take it
+        place = code.encoded.index(unused[0])
+        captions["mask"] = Code(f'Mask(returned={place}, model=None, pipeline="{unused[0]}")')
     found.fields["captions"] = {name: captions[name] for name in sorted(captions, key=lambda name: name != "tokens")}
     if "tokens" not in captions:
         found.unread["captions"] = "the tokens of a caption as `TokenRows`"
@@ -184,7 +188,7 @@ def _caption(
     """One tensor that `encode_prompt` returns, as the field `captions` describes it."""
     more = {"returned": code.encoded.index(variable), "model": argument, "pipeline": variable}
     kind, name, defaults = "TokenRows", "tokens", {"returned": 0, "model": "encoder_hidden_states", "pipeline": "prompt_embeds"}
-    widths = _WIDTHS
+    widths: tuple[str, ...] = _WIDTHS
     if "mask" in argument or "mask" in variable:
         kind, name, widths = "Mask", "mask", ()
         defaults = {"returned": 1, "model": "encoder_attention_mask", "pipeline": "prompt_attention_mask"}
