@@ -191,6 +191,7 @@ def refused(capsys, tmp_path, monkeypatch):
 
     def give(source, kind="family"):
         before = sorted(tmp_path.iterdir())
+        capsys.readouterr()
         code, output, errors = commands(capsys, "plugin")("new", "pebble", f"--kind={kind}", f"--from-pipeline={source}")
         assert (code, output) == (2, "")
         assert "fix: " in errors
