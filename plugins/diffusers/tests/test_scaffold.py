@@ -13,10 +13,12 @@ from pathlib import Path
 import pytest
 import tiny
 import torch
+from hub_server import hub
 from kinds import EVERY
 
 from smalti_diffusers.options import DiffusersOptions
 from smalti_diffusers.scaffold.comparison import compare, small_pipeline
+from smalti_diffusers.scaffold.package import package_of
 from smalti_diffusers.sources import location
 from smalti_diffusers.sources.components import Components
 from support.commands import commands
@@ -181,6 +183,16 @@ def test_a_small_pipeline_has_two_layers_of_each_kind_and_the_published_widths(t
     assert (found["num_layers"], found["num_single_layers"], found["joint_attention_dim"]) == (2, 2, 32)
 
 
+def test_of_a_hub_id_only_configurations_and_tokenizers_are_fetched(pipeline_of, monkeypatch, tmp_path):
+    location._small.cache_clear()
+    with hub({"user/model": pipeline_of("flux")}, monkeypatch, tmp_path / "cache") as sent:
+        found = package_of("user/model", {"name": "pebble", "package": "smalti_pebble"})
+    location._small.cache_clear()
+    assert '    "default": "user/model",\n' in found.files["src/smalti_pebble/__init__.py"]
+    assert "user/model/transformer/config.json" in sent
+    assert [name for name in sent if name.endswith(".safetensors")] == []
+
+
 # --- what is refused --------------------------------------------------------------------------------------------------
 
 
@@ -230,6 +242,11 @@ def test_a_u_net_that_no_base_is_for_is_refused(refused, pipeline_of, tmp_path):
 def test_a_folder_that_is_no_pipeline_is_refused(refused, tmp_path):
     (tmp_path / "empty").mkdir()
     assert "it has no model_index.json" in refused(tmp_path / "empty")
+
+
+def test_a_part_without_its_configuration_is_refused(refused, tmp_path):
+    folder = index(tmp_path / "part", transformer=["diffusers", "FluxTransformer2DModel"])
+    assert "transformer/config.json" in refused(folder)
 
 
 def test_another_kind_is_refused(refused, pipeline_of):

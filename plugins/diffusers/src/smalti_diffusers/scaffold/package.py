@@ -11,6 +11,7 @@ from importlib.resources import files
 from pathlib import Path
 from string import Template
 
+from smalti import UserError
 from smalti_diffusers.scaffold.reading import Code, Reading, read_pipeline
 from smalti_diffusers.sources.components import Components
 from smalti_diffusers.sources.location import find_folder
@@ -50,9 +51,13 @@ class Package:
 def package_of(source: str, values: Mapping[str, str]) -> Package:
     """For the pipeline in a folder or on the hub, of which no weights are read. `values` stand for variables of templates.
 
-    Raises UserError for what is no pipeline or cannot be downloaded, and for one without a transformer or U-Net.
+    Raises UserError for what is not a pipeline or cannot be read, and for one without a transformer or U-Net.
     """
-    reading = read_pipeline(Components(find_folder(source, None)))
+    try:
+        reading = read_pipeline(Components(find_folder(source, None)))
+    except (OSError, json.JSONDecodeError) as error:
+        fix = "name a folder with model_index.json and the configuration of each part in a folder of its name"
+        raise UserError(f"the configurations of {source} cannot be read: {error}", fix=fix) from error
     path = Path(source).expanduser()
     source = str(path.resolve()) if path.is_dir() else source
     options = "flux_guidance_value=3.5" if "guided" in reading.fields else ""

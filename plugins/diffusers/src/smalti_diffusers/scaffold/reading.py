@@ -25,7 +25,7 @@ _LATENTS, _TIME, _GUIDANCE = "hidden_states", "timestep", "guidance"
 _SETTINGS = ("return_dict", "attention_kwargs", "joint_attention_kwargs", "cross_attention_kwargs")
 """Arguments of models that a family leaves at their defaults."""
 _IDS = {"txt_ids", "img_ids"}
-_AUTOENCODERS = {
+_AUTOENCODERS: Mapping[str, str | None] = {
     "AutoencoderKL": None,
     "AutoencoderDC": None,
     "AutoencoderTiny": None,
@@ -83,7 +83,7 @@ def _class(name: str) -> type:
     try:
         return class_of("diffusers", name)
     except AttributeError:
-        raise UserError(f"the installed diffusers has no class {name}", fix="pip install --upgrade diffusers") from None
+        raise UserError(f"the installed diffusers has no class {name}", fix="pip install -U diffusers") from None
 
 
 def _fact(components: Components, part: str) -> str:
@@ -137,8 +137,10 @@ def _latents(found: Reading, code: PipelineCode, components: Components) -> None
         found.unread["outputs"] = "the model's output has twice the channels of latents: write the method `outputs`"
     if "patch" not in found.fields and not isinstance(config.get("patch_size"), int):
         found.unread["patch"] = "latent pixels on the edge of a token"
-    kind = str(components.kind("vae"))
-    if kind not in _AUTOENCODERS:
+    kind = components.kind("vae")
+    if kind is None:
+        found.unread["autoencoder"] = "the pipeline has none: write the methods that encode images and decode latents"
+    elif kind not in _AUTOENCODERS:
         found.unread["autoencoder"] = (
             f"a class for {kind}, which inherits from smalti_diffusers.families.autoencoders.Autoencoder"
         )
