@@ -128,7 +128,7 @@ def test_a_family_of_sdxl_does_what_its_pipeline_does(written, small):
     for ours, theirs in zip(found.ours, found.theirs, strict=True):
         torch.testing.assert_close(ours, theirs, check_dtype=False)
     assert found.theirs[0].keys() >= {"encoder_hidden_states", "added_cond_kwargs.time_ids", "added_cond_kwargs.text_embeds"}
-    torch.testing.assert_close(found.prediction, found.told)
+    torch.testing.assert_close(found.prediction, found.expected)
     torch.testing.assert_close(found.sampled, found.images, atol=1e-4, rtol=0)
 
 
@@ -137,7 +137,7 @@ def test_what_is_wrong_in_a_family_is_seen_beside_the_pipeline(written, small):
     found = compared(package, small("flux"), time="1-t", sign=-1, max_length=64)
     different = {name for name, each in found.theirs[1].items() if not matches(found.ours[1].get(name), each)}
     assert different == {"timestep", "encoder_hidden_states", "txt_ids"}
-    assert not matches(found.prediction, found.told)
+    assert not matches(found.prediction, found.expected)
     assert not matches(found.sampled, found.images)
     assert matches(found.decoded, found.images)
 

@@ -57,12 +57,14 @@ class PipelineCode:
                     return tuple(ast.unparse(each) for each in target.elts)
         return ()
 
-    def time(self, argument: str) -> Time | None:
-        """What the model is given for the time; None if the arithmetic is not known."""
+    def operations(self, argument: str) -> tuple[str, ...]:
+        """The arithmetic by which an argument of the model follows from what the pipeline has, sorted."""
         found = self.arguments.get(argument)
-        if found is None:
-            return None
-        return _TIMES.get(tuple(sorted(self._arithmetic(found, found.lineno, frozenset()))))
+        return () if found is None else tuple(sorted(self._arithmetic(found, found.lineno, frozenset())))
+
+    def time(self, argument: str) -> Time | None:
+        """What the model is given for the time; None if there is no such argument, or its arithmetic is not known."""
+        return _TIMES.get(self.operations(argument)) if argument in self.arguments else None
 
     @property
     def sign(self) -> int:

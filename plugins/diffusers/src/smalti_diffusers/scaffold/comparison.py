@@ -32,12 +32,12 @@ _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".msgpack", ".h5", "
 
 @dataclass(frozen=True, kw_only=True)
 class Compared:
-    """`ours` and `theirs` are the tensors of the calls of two steps by argument; `told` is what the scheduler gets first."""
+    """`ours` and `theirs` are the tensors of the calls of two steps by argument; `expected` is what the scheduler gets first."""
 
     ours: Sequence[Mapping[str, Tensor]]
     theirs: Sequence[Mapping[str, Tensor]]
     prediction: Tensor
-    told: Tensor
+    expected: Tensor
     decoded: Tensor
     sampled: Tensor
     images: Tensor
@@ -96,7 +96,7 @@ def compare(family: PipelineFamily, prompts: Sequence[str] = PROMPTS, **argument
     `arguments` are more arguments of the pipeline. Raises AssertionError if it guides all the same.
     """
     run = _Run(family, tuple(prompts), arguments)
-    theirs, told = run.recorded()
+    theirs, expected = run.recorded()
     latents, images = run.sampled("latent"), run.sampled("pt") * 2 - 1
     noisy = [run.latents(next(iter(call.values()))) for call in theirs]
     with torch.no_grad():
@@ -107,7 +107,7 @@ def compare(family: PipelineFamily, prompts: Sequence[str] = PROMPTS, **argument
             ours=[_tensors(each) for each in inputs],
             theirs=[run.rows(_tensors(each)) for each in theirs],
             prediction=family.forward(run.model, noisy[0], times[0].expand(len(prompts)), conditioning),
-            told=run.latents(told),
+            expected=run.latents(expected),
             decoded=family.decode_latents(run.latents(latents)),
             sampled=family.sample(run.model, run.request()),
             images=images,
@@ -146,14 +146,14 @@ class _Run:
     def recorded(self) -> tuple[list[dict[str, Any]], Tensor]:
         """The arguments of the model in the first two steps, and what the scheduler gets first."""
         calls: list[dict[str, Any]] = []
-        told: list[Tensor] = []
+        expected: list[Tensor] = []
         forward, step = signature(type(self.model).forward), self.pipeline.scheduler.step
 
         def note(module: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> None:
             calls.append({k: v for k, v in forward.bind(module, *given, **named).arguments.items() if k != "self"})
 
         def noted(output: Tensor, *given: Any, **named: Any) -> Any:
-            told.append(output)
+            expected.append(output)
             return step(output, *given, **named)
 
         hook = self.model.register_forward_pre_hook(note, with_kwargs=True)
@@ -164,7 +164,7 @@ class _Run:
         assert len(next(iter(calls[0].values()))) == len(self.prompts), (
             "the pipeline applies classifier-free guidance; give `compare` the arguments without it"
         )
-        return calls[:2], told[0]
+        return calls[:2], expected[0]
 
     def latents(self, found: Any) -> Tensor:
         """In smalti's shape, of what the model is given or the pipeline returns."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from inspect import Parameter
 from typing import cast
@@ -73,7 +74,7 @@ def read_pipeline(components: Components) -> Reading:
         with torch.device("meta"):
             _model(found, components.build(part))
         _latents(found, code, components)
-        _arguments(found, code, components.config(part))
+        _arguments(found, code, components)
         _encoding(found, code)
     found.facts += [_fact(components, each) for each in components.parts()]
     return found
@@ -148,7 +149,7 @@ def _latents(found: Reading, code: PipelineCode, components: Components) -> None
         found.fields["autoencoder"] = Code(own)
 
 
-def _arguments(found: Reading, code: PipelineCode, config: Mapping[str, object]) -> None:
+def _arguments(found: Reading, code: PipelineCode, components: Components) -> None:
     """What the model is called with: time, guidance, captions, positions, and what nothing here knows."""
     given = {name: value for name, value in code.arguments.items() if name not in _SETTINGS}
     for name in (_LATENTS, _TIME):
@@ -156,14 +157,16 @@ def _arguments(found: Reading, code: PipelineCode, config: Mapping[str, object])
             found.unread[name] = f"the model has no argument {name}: write the method `inputs`"
     time = code.time(_TIME)
     if time is None:
-        found.unread["time"] = "what the model gets for the time, or the method `model_time`"
+        computed = "".join(f"; `{each}` in the pipeline" for each in code.operations(_TIME))
+        found.unread["time"] = f"what the model gets for the time, or the method `model_time`{computed}"
     else:
         found.fields["time"] = time
     if code.sign < 0:
         found.fields["sign"] = -1
     if given.pop(_GUIDANCE, None) is not None:
         found.fields["guided"] = True
-    if given.keys() >= _IDS and found.fields.get("tokens") == "PACKED":
+    zeros = re.search(r"text_ids = torch\.zeros\(", code.source("encode_prompt"))
+    if given.keys() >= _IDS and found.fields.get("tokens") == "PACKED" and zeros and code.source("_prepare_latent_image_ids"):
         found.positions = True
         given = {name: value for name, value in given.items() if name not in _IDS}
     captions: dict[str, Code] = {}
@@ -174,7 +177,7 @@ def _arguments(found: Reading, code: PipelineCode, config: Mapping[str, object])
                 f"the model's argument {name}, `{code.text(value)}` in the pipeline: return it from `more_inputs`"
             )
         else:
-            _caption(captions, found, code, name, variable, config)
+            _caption(captions, found, code, name, variable, components)
     unused = [each for each in code.encoded if "mask" in each and each in code.defaults("__call__")]
     if unused and "mask" not in captions:  # the pipeline wants it with the tokens, and its model does not take it
         place = code.encoded.index(unused[0])
@@ -185,7 +188,7 @@ def _arguments(found: Reading, code: PipelineCode, config: Mapping[str, object])
 
 
 def _caption(
-    captions: dict[str, Code], found: Reading, code: PipelineCode, argument: str, variable: str, config: Mapping[str, object]
+    captions: dict[str, Code], found: Reading, code: PipelineCode, argument: str, variable: str, components: Components
 ) -> None:
     """One tensor that `encode_prompt` returns, as the field `captions` describes it."""
     more = {"returned": code.encoded.index(variable), "model": argument, "pipeline": variable}
@@ -202,12 +205,22 @@ def _caption(
     texts = [f"{key}={value!r}" for key, value in more.items() if value != defaults[key]]
     if name == "tokens" and "dim=-2" in code.source("encode_prompt"):  # tokens of CLIP and of another encoder in one sequence
         texts.append("more=77")
-    width = next((key for key in widths if isinstance(config.get(key), int)), None)
-    if widths and width is None:
-        found.unread[f"width of {name}"] = "the key of the model's configuration that has the width of this tensor"
-    if width is not None and (kind != "PooledRow" or width != _POOLED[0]):
-        texts.append(f"width={width!r}")
+    if widths:
+        config = components.config(code.part)
+        width = next((key for key in (*widths, *_same_width(config, components)) if isinstance(config.get(key), int)), "")
+        if not width:
+            found.unread[f"width of {name}"] = "the key of the model's configuration that has the width of this tensor"
+        if kind != "PooledRow" or width != _POOLED[0]:
+            texts.append(f"width={width!r}")
     captions[name] = Code(f"{kind}({', '.join(texts)})".replace("'", '"'))
+
+
+def _same_width(config: Mapping[str, object], components: Components) -> Iterator[str]:
+    """The keys of the model's configuration with the width of a text encoder."""
+    encoders = [components.config(each) for each in components.parts() if each.startswith("text_encoder")]
+    encoders += [cast(dict[str, object], each["text_config"]) for each in encoders if "text_config" in each]
+    widths = {each[key] for each in encoders for key in ("hidden_size", "d_model") if isinstance(each.get(key), int)}
+    yield from (key for key, value in config.items() if type(value) is int and value in widths)
 
 
 def _encoding(found: Reading, code: PipelineCode) -> None:
