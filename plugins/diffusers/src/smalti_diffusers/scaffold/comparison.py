@@ -32,7 +32,7 @@ _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".msgpack", ".h5", "
 
 @dataclass(frozen=True, kw_only=True)
 class Compared:
-    """`ours` and `theirs` are the tensors of the calls of two steps by argument; `expected` is what the scheduler gets first."""
+    """`ours` and `theirs` are the tensors of two calls, by argument; `expected` is what the scheduler gets first."""
 
     ours: Sequence[Mapping[str, Tensor]]
     theirs: Sequence[Mapping[str, Tensor]]
