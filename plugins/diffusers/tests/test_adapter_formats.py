@@ -6,6 +6,7 @@ import pytest
 import torch
 from adapters import ALPHA, FAMILIES, RANK, make_adapter, opened, tensors
 from comfyui_names import KNOWN
+from compared import compares
 from diffusers import (
     ChromaTransformer2DModel,
     CosmosTransformer3DModel,
@@ -48,6 +49,7 @@ LOADED = [
 ]
 
 
+@compares("formats of adapters", LOADED_BY_DIFFUSERS)
 @pytest.mark.parametrize(("name", "format"), some(LOADED_BY_DIFFUSERS, *LOADED))
 def test_load_lora_weights_reads_the_file_with_the_strength_of_the_run(adapter, tmp_path, name, format):
     made = adapter(name)
@@ -59,6 +61,7 @@ def test_load_lora_weights_reads_the_file_with_the_strength_of_the_run(adapter, 
     assert (expected - before).norm() > 100 * (expected - found).norm()
 
 
+@compares("formats of adapters", ["pixart", "sdxl"], "peft")
 @pytest.mark.parametrize("name", ["pixart", "sdxl"])
 def test_peft_reads_its_own_format(adapter, tmp_path, name):
     from peft import PeftModel
@@ -69,6 +72,7 @@ def test_peft_reads_its_own_format(adapter, tmp_path, name):
     torch.testing.assert_close(made.predict(loaded.base_model.model), made.predict(made.model), atol=1e-4, rtol=0)
 
 
+@compares("formats of adapters", KNOWN, "comfyui")
 @pytest.mark.parametrize("name", KNOWN)
 def test_comfyui_knows_every_layer_by_its_name_in_diffusers(adapter, tmp_path, name):
     made = adapter(name)
@@ -156,6 +160,7 @@ def assert_same_change(trained, layer, up, down):
     torch.testing.assert_close(up @ (down @ inputs), wanted, atol=1e-3 * float(wanted.std()), rtol=1e-4)
 
 
+@compares("formats of adapters", CONVERSIONS, "kohya")
 @pytest.mark.parametrize("name", CONVERSIONS)
 def test_layers_of_kohya_are_those_of_the_original_model(adapter, tmp_path, name):
     """Row by row: diffusers' conversion of an original checkpoint takes lora_up apart again, and says which layer is where."""

@@ -8,6 +8,7 @@ from inspect import signature
 
 import pytest
 import torch
+from compared import compares
 from diffusers import DiffusionPipeline
 from diffusers.pipelines.flux.pipeline_flux import calculate_shift
 from kinds import EMPTY, GIVEN, GUIDANCE, MAKERS, PROMPTS, SIZE, TOLD, masked
@@ -176,6 +177,7 @@ def tensors(arguments):
     return found
 
 
+@compares("inputs of the model", MAKERS)
 def test_the_model_is_called_with_what_the_pipeline_calls_it_with(drawn):
     for ours, theirs in zip(drawn.ours(0), drawn.theirs(0), strict=True):
         # Not to the last bit: on some processors it depends on how many prompts are encoded at once.
@@ -195,6 +197,7 @@ def test_the_prediction_is_what_the_pipeline_tells_its_scheduler(drawn):
     torch.testing.assert_close(found, drawn.prediction)
 
 
+@compares("validation images", MAKERS)
 def test_a_validation_picture_is_the_pipelines(drawn, monkeypatch):
     family, given = drawn.family, GIVEN.get(drawn.family.name, torch.clone)(drawn.noise)
     monkeypatch.setattr(family, "sampling", lambda request, also=family.sampling: {**also(request), "latents": given})

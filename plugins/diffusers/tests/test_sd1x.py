@@ -5,6 +5,7 @@ import shutil
 
 import pytest
 import torch
+from compared import compares
 from diffusers import DDIMScheduler, DDPMScheduler, StableDiffusionPipeline
 from kinds import PROMPTS
 from torch.nn.functional import mse_loss
@@ -33,6 +34,7 @@ def model_of(family):
     return materialise(family.build_model(), family.weights(0), "cpu")
 
 
+@compares("inputs of the model", BOTH)
 @pytest.mark.parametrize("kind", BOTH)
 def test_the_unet_is_called_with_what_the_pipeline_calls_it_with(family_of, kind):
     family = family_of(kind)

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import tiny
 import torch
+from compared import compares
 from diffusers import StableDiffusionXLPipeline
 
 from smalti import UserError
@@ -116,6 +117,7 @@ def different(one, other):
     return [name for name in one if not torch.allclose(one[name].to(other[name].dtype), other[name], rtol=0, atol=1e-6)]
 
 
+@compares("inputs of the model", ["sdxl"])
 def test_the_model_is_told_what_the_pipeline_tells_it(folder):
     frame = SizeConditioning(width=640, height=333, left=7, top=5)
     theirs = told_by_the_pipeline(

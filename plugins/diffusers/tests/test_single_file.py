@@ -10,6 +10,7 @@ import pytest
 import tiny
 import torch
 from click.testing import CliRunner
+from compared import compares
 from diffusers import AutoencoderKL, FluxPipeline, StableDiffusionXLPipeline, UNet2DConditionModel
 from pictured import difference
 from safetensors.torch import load_file, save_file
@@ -87,6 +88,7 @@ def different(weights, expected):
     return [name for name in names if not torch.equal(weights.get(name), expected.get(name))]
 
 
+@compares("single files", MAKERS, "read")
 @pytest.mark.parametrize(("kind", "layout"), some(EVERY, *KEPT))
 def test_a_file_in_any_layout_has_the_weights_of_the_model(kind, layout, base_of, tmp_path):
     name = MAKERS[kind][0]

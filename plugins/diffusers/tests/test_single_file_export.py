@@ -5,6 +5,7 @@ import pytest
 import tiny
 import torch
 from adapters import make_adapter
+from compared import compares
 from safetensors.torch import load_file
 from test_single_file import MAKERS, bare, base_of, family_from  # noqa: F401  # a fixture
 
@@ -58,7 +59,10 @@ def export(family, trained, folder, adapter=None, precision=None, **request):
     return file
 
 
-@pytest.fixture(scope="module", params=[kind for kind, (name, *_) in MAKERS.items() if name in FILE_LAYOUTS])
+KINDS = [kind for kind, (name, *_) in MAKERS.items() if name in FILE_LAYOUTS]
+
+
+@pytest.fixture(scope="module", params=KINDS)
 def exported(request, base_of, tmp_path_factory):  # noqa: F811
     """A family over a tiny pipeline, its trained tensors (fp32), and the file of their export."""
     name, base = MAKERS[request.param][0], base_of(request.param)
@@ -75,6 +79,7 @@ def test_the_file_is_read_as_the_model_that_was_trained(exported, tmp_path):
     assert set(KNOWN[family.name]) <= load_file(file).keys()
 
 
+@compares("single files", KINDS, "written")
 def test_diffusers_reads_the_file_as_the_model_that_was_trained(exported):
     family, base, trained, file = exported
     if family.name in ("chroma", "flux", "lumina2"):

@@ -4,6 +4,7 @@ from inspect import signature
 
 import pytest
 import torch
+from compared import compares
 from diffusers import DiffusionPipeline
 from kinds import EVERY, PROMPTS, TOLD, masked
 
@@ -49,6 +50,7 @@ def of_pipeline(family, kind, change=lambda pipeline: None, **changes):
     return pipeline(**arguments | TOLD.get(kind, {}) | SCALES.get(kind, {}) | changes, output_type="pt").images * 2 - 1
 
 
+@compares("validation images", GUIDED)
 @pytest.mark.parametrize("kind", some(GUIDED, "flux2 klein", "qwen image", "sd3", "sdxl", "z image"))
 def test_a_negative_prompt_is_what_the_pipeline_makes_of_it(family_of, kind):
     family = family_of(kind)

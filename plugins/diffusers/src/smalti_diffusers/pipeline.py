@@ -68,6 +68,8 @@ class PipelineFamily(ModelFamily):
     """Classes of pipelines that the family trains too; `pipeline` is then the one of the run."""
     former_names: ClassVar[tuple[str, ...]] = ()
     """What `pipeline` was called before; pipelines were published under these names too."""
+    flavours: ClassVar[Mapping[str, str]] = {}
+    """Of a family of another package: hub ids or folders of pipelines, the default first."""
     part: ClassVar[str] = "transformer"
     """Which part of the pipeline is trained."""
     adaptable_encoders: ClassVar[tuple[str, ...]] = ()
@@ -150,7 +152,7 @@ class PipelineFamily(ModelFamily):
 
         Raises UserError for a path that is none of these, and for parts without weights.
         """
-        model, options, flavours = config[ModelOptions], config[DiffusersOptions], FLAVOURS[cls.name]
+        model, options, flavours = config[ModelOptions], config[DiffusersOptions], cls.flavours or FLAVOURS[cls.name]
         if model.model_flavour is not None and model.model_flavour not in flavours:
             raise UserError(f"{cls.name} has no flavour {model.model_flavour!r}", fix=f"one of {', '.join(flavours)}")
         flavour = model.model_flavour or next(iter(flavours))

@@ -9,11 +9,14 @@ import shlex
 import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from importlib import import_module
 from importlib.metadata import version
 from importlib.resources import files
 from importlib.resources.abc import Traversable
+from importlib.util import find_spec
 from pathlib import Path, PurePosixPath
 from string import Template
+from typing import Any
 
 import click
 from packaging.version import Version
@@ -107,8 +110,14 @@ def plugin() -> None:
     "--kind", type=click.Choice(list(KINDS)), metavar="KIND", required=True, help=f"What the plugin adds: {', '.join(KINDS)}."
 )
 @click.option("--to", "folder", type=click.Path(path_type=Path), help="The folder to create. Default: smalti-NAME.")
+@click.option(
+    "--from-pipeline",
+    "pipeline",
+    metavar="FOLDER_OR_ID",
+    help="Only with --kind=family: write the family of this diffusers pipeline, a folder or an id on the Hugging Face Hub.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-def new(name: str, kind: str, folder: Path | None, as_json: bool) -> None:
+def new(name: str, kind: str, folder: Path | None, pipeline: str | None, as_json: bool) -> None:
     """Create a package with a plugin called NAME that installs, runs and passes its tests.
 
     NAME is what users type, for example in --model_family=NAME. Replace the code of the package by your own, one part at a
@@ -117,16 +126,23 @@ def new(name: str, kind: str, folder: Path | None, as_json: bool) -> None:
     word = _checked(name, kind)
     values = _values(word, kind)
     folder = (folder or Path(values["distribution"])).expanduser()
-    written = _write(folder, dict(_rendered(kind, values)))
+    found = _read(pipeline, kind, values) if pipeline is not None else None
+    if found is not None:
+        values = {**values, "more": f', "smalti-diffusers{values["bounds"]}"'}
+    written = _write(folder, dict(_rendered(kind if found is None else "", values)) | dict(found.files if found else {}))
     needed = PLUGINS[KINDS[kind].needs].target if KINDS[kind].needs else ""
     steps = [f"pip install {needed}"] if needed else []
     steps += [f"cd {shlex.quote(str(folder))}", "pip install -e '.[test]'", "pytest", values["trial"]]
     if as_json:
         said = {"name": word, "kind": kind, "distribution": values["distribution"], "package": values["package"]}
-        click.echo(json.dumps({**said, "folder": str(folder.absolute()), "files": written, "next": steps}, indent=2))
+        unread = {} if found is None else {"unread": dict(found.unread)}
+        click.echo(json.dumps({**said, "folder": str(folder.absolute()), "files": written, "next": steps, **unread}, indent=2))
         return
     click.echo(f"created {folder}: the plugin {word!r}, {KINDS[kind].title}")
     click.echo("".join(f"  {path}\n" for path in written))
+    if found is not None and found.unread:
+        click.echo("not read from the pipeline; fill it in in family.py:")
+        click.echo("".join(f"  {name}: {text}\n" for name, text in found.unread.items()))
     click.echo("next:\n" + "\n".join(f"  {step}" for step in steps))
 
 
@@ -136,6 +152,16 @@ def reference(subject: str) -> None:
     """Print every protocol that a plugin implements, or every hook, as Markdown."""
     text = page() if subject == "protocols" else hooks_page(load_plugins(strict=False))
     click.echo(text, nl=False)
+
+
+def _read(pipeline: str, kind: str, values: Mapping[str, str]) -> Any:
+    """The `Package` that smalti-diffusers writes for a pipeline. Raises UserError."""
+    if kind != "family":
+        raise UserError(f"--from-pipeline writes a family, and --kind is {kind}", fix="--kind=family")
+    if find_spec("smalti_diffusers") is None:
+        fix = f"pip install {shlex.quote(PLUGINS['diffusers'].target)}"
+        raise UserError("--from-pipeline needs smalti-diffusers, which is not installed", fix=fix)
+    return import_module("smalti_diffusers.scaffold.package").package_of(pipeline, values)
 
 
 def _checked(name: str, kind: str) -> str:
@@ -195,6 +221,7 @@ def _values(word: str, kind: str) -> dict[str, str]:
     return {
         **names,
         "Title": about.title[:1].upper() + about.title[1:],
+        "more": "",
         "trial": Template(about.trial).substitute(names),
         "bounds": f">={own.major}.{own.minor},<{own.major}.{own.minor + 1}",
     }
@@ -203,7 +230,7 @@ def _values(word: str, kind: str) -> dict[str, str]:
 def _rendered(kind: str, values: Mapping[str, str]) -> Iterator[tuple[str, str]]:
     """Path and content of each file of a new package. The paths of the templates are templates too."""
     templates = files("smalti_testing") / "templates"
-    for top in ("every", kind):
+    for top in filter(None, ("every", kind)):
         for path, template in _texts(templates / top, PurePosixPath()):
             yield Template(str(path)).substitute(values), Template(template).substitute(values)
 
