@@ -67,7 +67,7 @@ def rehearsed(images, tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def pipeline(images, tmp_path_factory):
-    """pipeline(name, **options) -> the options of a family of diffusers at its tiniest, with images and captions encoded before.
+    """pipeline(name, **options) -> the options of a family of diffusers at its tiniest, whose images and captions were encoded.
 
     `options` are more of the run's.
     """

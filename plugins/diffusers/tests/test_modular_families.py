@@ -9,6 +9,7 @@ import pytest
 import tiny
 import torch
 from adapters import ALPHA, RANK, opened, tensors
+from compared import compares
 from diffusers.models.transformers import transformer_cosmos
 from kinds import GUIDANCE, PROMPTS, SIZE
 from safetensors.torch import save_file
@@ -92,6 +93,7 @@ def drawn(family_of):
     return Drawn(family, pipeline, noise)
 
 
+@compares("inputs of the model", ["anima"])
 def test_the_model_is_called_with_what_the_pipeline_calls_it_with(drawn):
     calls, model = [], drawn.pipeline.transformer
     bound = signature(type(model).forward).bind
@@ -126,6 +128,7 @@ def test_the_prediction_is_what_the_pipeline_gives_its_scheduler(drawn):
     assert torch.equal(found, given[0].squeeze(2))
 
 
+@compares("validation images", ["anima"])
 @pytest.mark.parametrize(("guidance", "rescale"), [(GUIDANCE, 0.0), (1.0, 0.0), (GUIDANCE, 0.7)])
 def test_a_validation_image_is_the_pipelines_to_the_last_bit(drawn, monkeypatch, guidance, rescale):
     ours = drawn.sample(monkeypatch, guidance=guidance, guidance_rescale=rescale)

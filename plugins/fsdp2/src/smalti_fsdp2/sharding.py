@@ -103,7 +103,7 @@ def prefetch(groups: Sequence[nn.Module], ahead: int, behind: int) -> None:
 
 
 def learn_order(model: nn.Module, groups: Sequence[nn.Module], learned: Callable[[list[nn.Module]], object]) -> None:
-    """Call `learned` once, after the next forward pass, with the groups as it has entered them: a model may list them otherwise.
+    """Call `learned` once, after the next forward pass, with the groups as it entered them: a model may list them otherwise.
 
     It is the order of all ranks, which gather together.
     """
