@@ -92,9 +92,7 @@ def test_comfyui_reads_ernie_by_the_names_of_its_own_state_dict(adapter, tmp_pat
     found = tensors(made.export(tmp_path / "style", format="comfyui"))
     assert {key.partition(".")[0] for key in found} == {f"lora_unet_{layer.replace('.', '_')}" for layer in made.deltas}
     for layer, delta in made.deltas.items():
-        down, up, alpha = (
-            found[f"{kohya_name(layer, made.model)}.{part}"] for part in ("lora_down.weight", "lora_up.weight", "alpha")
-        )
+        down, up, alpha = (found[f"{kohya_name(layer)}.{part}"] for part in ("lora_down.weight", "lora_up.weight", "alpha"))
         torch.testing.assert_close(up @ down * (alpha / len(down)), delta)
 
 
@@ -166,7 +164,7 @@ def test_layers_of_kohya_are_those_of_the_original_model(adapter, tmp_path, name
     """Row by row: diffusers' conversion of an original checkpoint takes lora_up apart again, and says which layer is where."""
     model, trained, found = exported(name, adapter, tmp_path, "kohya")
     layers = {key.partition(".lora_")[0] for key in trained}
-    names = {kohya_name(each, model): each for each in original_layers(model, dict(model.config))}
+    names = {kohya_name(each): each for each in original_layers(model, dict(model.config))}
     files = sorted({key.partition(".")[0] for key in found})
     ups = Original({f"{names[key]}.weight": found[f"{key}.lora_up.weight"] for key in files})
     numbers = Original({key: torch.full((len(up), 1), float(number)) for number, (key, up) in enumerate(ups.items())})
