@@ -12,9 +12,9 @@ from pathlib import Path
 FLAVOURS: Mapping[str, Mapping[str, str]] = {
     "anima": {"base-1.0": "circlestone-labs/Anima-Base-v1.0-Diffusers"},
     "auraflow": {"0.3": "fal/AuraFlow-v0.3", "0.2": "fal/AuraFlow-v0.2", "0.1": "fal/AuraFlow"},
-    "chroma": {"hd": "lodestones/Chroma1-HD"},
     "ernie": {"base": "baidu/ERNIE-Image"},
     "flux": {"dev": "black-forest-labs/FLUX.1-dev", "schnell": "black-forest-labs/FLUX.1-schnell"},
+    "chroma": {"hd": "lodestones/Chroma1-HD"},  # after Flux.1: an adapter of attention layers fits both, and the first is taken
     "flux2": {
         "klein-base-4b": "black-forest-labs/FLUX.2-klein-base-4B",
         "klein-base-9b": "black-forest-labs/FLUX.2-klein-base-9B",
