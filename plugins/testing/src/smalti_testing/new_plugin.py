@@ -103,7 +103,13 @@ def plugin() -> None:
     examples=("smalti plugin new my-model --kind=family", "smalti plugin new my-store --kind=storage --to=my-store")
 )
 @click.argument("name")
-@click.option("--kind", type=click.Choice(list(KINDS)), required=True, help="What the plugin adds.")
+@click.option(
+    "--kind",
+    metavar="KIND",
+    type=click.Choice(list(KINDS)),
+    required=True,
+    help=f"What the plugin adds: {', '.join(KINDS)}.",
+)
 @click.option("--to", "folder", type=click.Path(path_type=Path), help="The folder to create. Default: smalti-NAME.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def new(name: str, kind: str, folder: Path | None, as_json: bool) -> None:
