@@ -67,9 +67,9 @@ def rehearsed(images, tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def pipeline(images, tmp_path_factory):
-    """pipeline(name, **options) -> the options of a family of diffusers at its tiniest, whose images and captions were encoded.
+    """pipeline(name, **options) -> the options of a family of diffusers at its tiniest, and these options.
 
-    `options` are more of the run's.
+    Images and captions were encoded before.
     """
     known = {}
 

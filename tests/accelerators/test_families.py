@@ -31,7 +31,7 @@ def test_everything_is_on_the_device_of_the_rank(seen):
 
 @every_run
 class TestOrder(Orderly):
-    """SDXL lists its blocks in another order than they compute: what is gathered ahead for the last one is not for any."""
+    """SDXL lists its blocks in another order than they compute."""
 
 
 def test_blocks_in_bf16_touch_less_memory(rehearsed):
@@ -45,7 +45,7 @@ def test_blocks_in_bf16_touch_less_memory(rehearsed):
 
 @pytest.mark.parametrize("family", some(("flux", "sdxl"), "sdxl"))
 def test_blocks_in_bf16_touch_hardly_more_memory_than_a_loop_by_hand_in_bf16(pipeline, images, tmp_path, family):
-    """Nor does anything else of a step; nor are weights gathered more often: SDXL lists its blocks not as they compute."""
+    """Nor does anything else of a step. Nor are weights gathered more often, whatever the order in which blocks are listed."""
     own = {"instance_data_dir": images, "output_dir": tmp_path / "run", "num_processes": 8}
     words = as_words(COMMON | own | pipeline(family, resolution=128), ("fsdp_enable", "fsdp_bf16_blocks"))
     with forked_processes(ranks=1, group=False, module="accelerators", imports=[PIPELINE_MODULES[family]]) as process:

@@ -103,9 +103,9 @@ def prefetch(groups: Sequence[nn.Module], ahead: int, behind: int) -> None:
 
 
 def learn_order(model: nn.Module, groups: Sequence[nn.Module], learned: Callable[[list[nn.Module]], object]) -> None:
-    """Call `learned` once, after the next forward pass, with the groups as it entered them: a model may list them otherwise.
+    """Call `learned` once, after the next forward pass, with the groups in the order in which it entered them.
 
-    It is the order of all ranks, which gather together.
+    A model may list them in another. The order is that of all ranks, which gather together.
     """
     entered: dict[nn.Module, None] = {}
 
