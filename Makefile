@@ -68,8 +68,9 @@ check: lint
 test-gpu-day: $(VENV)/dev.done $(VENV)/compiled.done
 	TEST_CASES=whole $(TEST_ENV) $(BIN)/python -m pytest tests/bench/test_gpu_day.py tests/bench/test_cluster_day.py $(ARGS)
 
-# Losses of workers, nodes and drivers on a real Ray cluster; `make test` has the shortest of them.
+# Losses of workers, nodes and drivers on a real Ray cluster, and its job server; `make test` has the shortest of them.
 test-ray: $(VENV)/dev.done
+	$(PIP) "ray[default]"
 	TEST_CASES=whole $(TEST_ENV) $(BIN)/python -m pytest plugins/ray/tests $(ARGS)
 
 # What of the checks is no test: `make test` runs those of tests/meta too.

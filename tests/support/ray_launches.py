@@ -7,8 +7,11 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
+import psutil
 import torch
 from safetensors.torch import load_file
 
@@ -57,6 +60,22 @@ class Launch:
     def code(self, seconds: float = 400) -> int:
         return self.process.wait(seconds)
 
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Within the block the ranks stand still."""
+        ranks = [each for each in psutil.process_iter(["cmdline"]) if self._is_rank(each.info["cmdline"] or ())]
+        for each in ranks:
+            each.suspend()
+        try:
+            yield
+        finally:
+            for each in ranks:
+                with suppress(psutil.NoSuchProcess):
+                    each.resume()
+
+    def _is_rank(self, command: Sequence[str]) -> bool:
+        return "smalti.launch.worker" in command and str(self.directory.path) in command
+
     def close(self) -> None:
         if self.process.poll() is None:
             os.killpg(self.process.pid, signal.SIGKILL)
@@ -78,14 +97,16 @@ def tensors(directory: RunDirectory, step: int) -> dict[str, torch.Tensor]:
 
 
 def lose(what: str, raylets: Raylets, launch: Launch) -> None:
-    number, worker = raylets.worker()
-    if what == "worker":
-        worker.kill()
-    elif what == "raylet":
-        raylets.kill(number)
-    elif what == "driver":
-        os.killpg(launch.process.pid, signal.SIGKILL)
-        launch.process.wait()
-        launch.start()
-    elif what == "drained node":
-        raylets.drain(number)
+    """The ranks wait for it: all steps take them seconds, and what is slow on a busy machine is this process."""
+    with launch.paused():
+        number, worker = raylets.worker()
+        if what == "worker":
+            worker.kill()
+        elif what == "raylet":
+            raylets.kill(number)
+        elif what == "driver":
+            os.killpg(launch.process.pid, signal.SIGKILL)
+            launch.process.wait()
+            launch.start()
+        elif what == "drained node":
+            raylets.drain(number)
