@@ -7,7 +7,7 @@
 The cases are all that the test has in `make test-whole`: kinds of pipelines, families, or pairs of a family and a detail.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from kinds import EVERY
@@ -27,26 +27,35 @@ NAMES = tuple(family.name for family in FAMILIES)
 
 @dataclass(frozen=True, order=True)
 class Comparison:
-    """One case. `detail` is what of the family: a kind of pipeline, a format, a model."""
+    """One case. `detail` is what of the family: a kind of pipeline, a format, a model. `values` are those of the test."""
 
     column: str
     family: str
     detail: str
     test: str
+    values: tuple[str, ...]
 
 
 DECLARED: set[Comparison] = set()
 """By the test modules that have been imported."""
 
 
-def compares(column: str, cases: Iterable[str | tuple[str, str]], detail: str = "") -> Callable:
-    """A decorator that declares the cases of a test. `detail` stands for each of them; "" for the case itself."""
+def compares(column: str, cases: Iterable[str | tuple[str, str]] | Mapping[str, str], detail: str = "") -> Callable:
+    """A decorator that declares the cases of a test. `detail` stands for each of them; "" for the case itself.
+
+    A case is a kind of pipeline, a family, or a family and a format; or a model, of which the mapping has the family.
+    """
     assert column in COLUMNS, column
-    pairs = [(family_of(case), case) if isinstance(case, str) else (family_of(case[0]), case[1]) for case in cases]
+
+    def comparison(case: str | tuple[str, str], test: str) -> Comparison:
+        values = (case,) if isinstance(case, str) else case
+        named = cases[values[0]] if isinstance(cases, Mapping) else None
+        family = named if named in NAMES else family_of(values[0])
+        return Comparison(column, family, detail or values[-1], test, values)
 
     def declare(test):
         place = f"{test.__module__.rpartition('.')[2]}.py::{test.__name__}"
-        DECLARED.update(Comparison(column, family, detail or case, place) for family, case in pairs)
+        DECLARED.update(comparison(case, place) for case in cases)
         return test
 
     return declare

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import compared
 import pytest
-from kinds import EVERY
 
 from support import family_table
 from support.whole import WHOLE
@@ -30,23 +29,19 @@ def test_every_test_that_compares_is_on_the_page():
     assert declaring == {*family_table.TESTS}
 
 
-def test_the_families_on_the_page_are_those_of_the_cases(request):
-    """Of the tests that are collected with this one: all families in `make test-whole`, none but these otherwise."""
-    found = {}
+def test_the_cases_that_are_declared_are_those_that_run(request):
+    """Of the tests that are collected with this one: all cases in `make test-whole`, some of them otherwise."""
+    declared = {}
+    for each in compared.DECLARED:
+        declared.setdefault(each.test, set()).add(each.values)
+    wrong, runs = {}, {}
     for item in request.session.items:
-        families = {compared.family_of(text) for text in named(item)}
-        if families and item.path.parent == Path(__file__).parent:
-            found.setdefault(f"{item.path.name}::{item.function.__name__}", set()).update(families)
-    wrong = {}
-    for test in {each.test for each in compared.DECLARED} & found.keys():
-        declared = {each.family for each in compared.DECLARED if each.test == test}
-        if (found[test] != declared) if WHOLE and not request.config.option.keyword else not found[test] <= declared:
-            wrong[test] = found[test] ^ declared
+        test = f"{item.path.name}::{getattr(item, 'originalname', item.name)}"
+        if test in declared and item.path.parent == Path(__file__).parent and hasattr(item, "callspec"):
+            found = {value for value in item.callspec.params.values() if isinstance(value, str)}
+            runs.setdefault(test, []).append(next((case for case in declared[test] if found.issuperset(case)), item.name))
+    for test, cases in runs.items():
+        complete = WHOLE and not request.config.option.keyword
+        if not declared[test].issuperset(cases) or (complete and declared[test] != {*cases}):
+            wrong[test] = declared[test] ^ {*cases}
     assert wrong == {}
-
-
-def named(item) -> list[str]:
-    """The kinds of pipelines, or families, among the parameters of a test."""
-    values = item.callspec.params.values() if hasattr(item, "callspec") else ()
-    texts = [text for value in values for text in (value if isinstance(value, tuple) else (value,)) if isinstance(text, str)]
-    return [text for text in texts if text in compared.NAMES or text in EVERY]
