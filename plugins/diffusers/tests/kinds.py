@@ -30,6 +30,8 @@ EVERY = MAKERS | {
     "sdxl": ("sdxl", tiny.sdxl, {}),
     "sdxl encoded": ("sdxl", tiny.sdxl, {"force_zeros": False}),
 }
+MODULAR = ("anima",)
+"""Modular pipelines, which are called otherwise than the others: `test_modular_families`."""
 PROMPTS = ["A red fox in the snow", "two boats"]
 EMPTY = [""] * len(PROMPTS)
 SIZE = (96, 64)

@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from adapters import FAMILIES, make_adapter
+from adapters import FAMILIES, make_adapter, opened
 from diffusers import DiffusionPipeline
 from safetensors.torch import load_file
 
@@ -13,7 +13,7 @@ from support.whole import some
 
 
 def part(folder, made):
-    return DiffusionPipeline.from_pretrained(folder).components[made.subject.family.part]
+    return opened(folder).components[made.subject.family.part]
 
 
 @pytest.mark.parametrize("name", some(FAMILIES, "flux", "qwen_image", "sdxl"))

@@ -62,11 +62,11 @@ class Drawn:
     pipeline: object
     noise: torch.Tensor
 
-    def draw(self, output="images", captions=PROMPTS, guidance=GUIDANCE, rescale=0.0):
+    def draw(self, output="images", captions=PROMPTS, guidance=GUIDANCE, rescale=0.0, **more):
         self.pipeline.update_components(guider=self.pipeline.guider.new(guidance_scale=guidance, guidance_rescale=rescale))
         sizes = {"width": SIZE[0], "height": SIZE[1], "num_inference_steps": 2}
         given = {"prompt": list(captions), "latents": self.noise.unsqueeze(2), "output_type": "pt"}
-        return self.pipeline(output=output, **given, **sizes)
+        return self.pipeline(output=output, **given, **sizes, **more)
 
     def sample(self, monkeypatch, **more):
         given = lambda request: {"latents": self.noise.unsqueeze(2)}
@@ -135,6 +135,13 @@ def test_a_validation_image_is_the_pipelines_to_the_last_bit(drawn, monkeypatch,
     assert torch.equal(ours, drawn.draw(guidance=guidance, rescale=rescale) * 2 - 1)
 
 
+def test_images_are_guided_away_from_a_negative_prompt_as_by_the_pipeline(drawn, monkeypatch):
+    ours = drawn.sample(monkeypatch, negative_prompts=("blurry", "dark"))
+    assert not drawn.family.no_negative_prompt
+    torch.testing.assert_close(ours, drawn.draw(negative_prompt=["blurry", "dark"]) * 2 - 1, atol=1e-6, rtol=0)
+    assert not torch.equal(ours, drawn.sample(monkeypatch))
+
+
 def test_guidance_and_its_rescaling_change_images(drawn):
     images = [drawn.draw(guidance=scale, rescale=rescale) for scale, rescale in ((GUIDANCE, 0.0), (1.0, 0.0), (GUIDANCE, 0.7))]
     assert not any(torch.equal(images[0], other) for other in images[1:])
@@ -159,15 +166,15 @@ def test_a_caption_is_encoded_the_same_whatever_is_beside_it(drawn):
 def test_captions_are_cut_at_the_length_that_was_chosen_and_padded_as_always(family_of):
     family = family_of("anima", "--tokenizer_max_length=12")
     tokens = family.encode_captions(PROMPTS)["tokens"]
-    assert tokens.shape[1] == 32
+    assert tokens.shape[1] == 64
     assert [int(row.any(dim=1).nonzero().max()) + 1 for row in tokens] == [12, 11]
     assert family.text_settings() != family_of("anima").text_settings()
 
 
 def test_more_tokens_than_the_conditioner_gives_are_refused(family_of):
-    with pytest.raises(UserError, match="gives 32 tokens") as caught:
-        family_of("anima", "--tokenizer_max_length=33")
-    assert "--tokenizer_max_length=32" in caught.value.fix
+    with pytest.raises(UserError, match="gives 64 tokens") as caught:
+        family_of("anima", "--tokenizer_max_length=65")
+    assert "--tokenizer_max_length=64" in caught.value.fix
 
 
 def test_the_encoders_are_those_of_the_texts(drawn):

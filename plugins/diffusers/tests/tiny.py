@@ -496,7 +496,7 @@ def anima(folder: Path) -> Path:
         num_layers=2,
         num_attention_heads=2,
         target_vocab_size=len(t5),
-        min_sequence_length=32,
+        min_sequence_length=64,
     )
     pipeline = AnimaAutoBlocks().init_pipeline()
     pipeline.update_components(
