@@ -30,7 +30,7 @@ from smalti_diffusers.families.tokens import unpack
 from smalti_diffusers.options import DiffusersOptions
 from smalti_diffusers.pipeline import PipelineFamily
 from smalti_diffusers.sources.components import Components
-from smalti_testing.family_subject import native_objective
+from smalti_testing.family_subject import FamilySubject, native_objective
 from smalti_testing.pytest import FamilyContract
 from support.whole import some
 
@@ -313,6 +313,21 @@ def test_a_scheduler_that_needs_a_package_is_refused_without_it(family_of, tmp_p
     monkeypatch.setattr("smalti_diffusers.families.chroma.find_spec", lambda name: None)
     with pytest.raises(UserError, match="needs scipy"):
         Chroma(Components(folder), DiffusersOptions())
+
+
+def test_no_query_of_chroma_has_everything_masked(family_of):
+    """Where kernels have NaN for a gradient."""
+    subject, masks = FamilySubject(family_of("chroma")), []
+    model = subject.model()
+    for name, module in model.named_modules():
+        if name.endswith(".attn"):
+            note = lambda module, inputs, given: masks.append(given["attention_mask"])
+            module.register_forward_pre_hook(note, with_kwargs=True)
+    subject.predict(model, torch.randn(subject.latents.shape), [100.0, 500.0, 900.0], ["a red fox", "two boats", ""])
+    assert len(masks) == 4
+    for mask in masks:
+        assert mask.any(dim=-1).all()
+        assert not mask.all()
 
 
 def test_the_modulation_of_chroma_never_trains(family_of):

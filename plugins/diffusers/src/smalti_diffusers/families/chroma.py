@@ -52,6 +52,8 @@ class Chroma(TransformerFamily):
         model = super().build_base()
         model.get_submodule(_MODULATION).requires_grad_(False)
         model.register_forward_pre_hook(_with_masks_where_recomputed)
+        for block in (*cast(nn.ModuleList, model.transformer_blocks), *cast(nn.ModuleList, model.single_transformer_blocks)):
+            cast(nn.Module, block.attn).register_forward_pre_hook(_with_the_mask_of_keys, with_kwargs=True)
         embedding = cast(Any, model.time_text_embed)
         embedding.guidance_proj.register_forward_pre_hook(
             lambda module, inputs: torch.zeros(len(inputs[0]), device=embedding.mod_proj.device)
@@ -96,3 +98,15 @@ def _with_masks_where_recomputed(model: nn.Module, inputs: object) -> None:
     run = getattr(model, "_gradient_checkpointing_func", None)
     if run is not None and not isinstance(run, _Recomputed):
         cast(Any, model)._gradient_checkpointing_func = _Recomputed(run)
+
+
+def _with_the_mask_of_keys(
+    attention: nn.Module, inputs: tuple[object, ...], given: dict[str, object]
+) -> tuple[tuple[object, ...], dict[str, object]]:
+    """Before attention: which keys count (B, 1, 1, L + N), in place of which pairs of queries and keys (B, 1, L + N, L + N).
+
+    It is the row of the first token, which is never padding. What padding attends to matters to nobody, but a row in which
+    nothing counts has NaN for a gradient in some kernels.
+    """
+    mask = given.get("attention_mask")
+    return inputs, {**given, "attention_mask": mask[:, :, :1]} if isinstance(mask, Tensor) else given
