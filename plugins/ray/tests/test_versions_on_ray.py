@@ -19,7 +19,6 @@ from support.whole import only_whole
 
 OTHER = "0.1.9"
 GATED = Path(__file__).parents[3] / "tests" / "e2e" / "gated"
-KEEPER = "plugins/ray/tests/test_data_input.py::test_a_node_with_other_versions_is_refused"
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +64,7 @@ def called(python: Path | str, *command: str) -> tuple[int, str]:
     return found.returncode, found.stderr
 
 
-@only_whole(KEEPER)
+@only_whole("plugins/ray/tests/test_data_input.py::test_a_node_with_other_versions_is_refused")
 def test_a_launch_names_the_worker_with_another_version(cluster, tmp_path):
     flags = ("--workers=2", f"--address={cluster.address}", "--restarts=0")
     code, errors = called(sys.executable, "launch", "ray", *words(tmp_path, "run", max_train_steps=9), *flags)
@@ -75,7 +74,7 @@ def test_a_launch_names_the_worker_with_another_version(cluster, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-@only_whole(KEEPER)
+@only_whole("plugins/ray/tests/test_data_input.py::test_a_node_with_other_versions_is_refused")
 def test_an_encoding_names_the_node_with_another_version(cluster, tmp_path):
     flags = ("--engine=ray", "--engine_cpus=2", f"--address={cluster.address}", f"--cache_dir={tmp_path}/cache")
     data = (f"--instance_data_dir={images_in(tmp_path / 'images', 4)}", "--model_family=gated", "--use_cpu")
@@ -85,7 +84,7 @@ def test_an_encoding_names_the_node_with_another_version(cluster, tmp_path):
     assert not list((tmp_path / "cache").rglob("*.safetensors"))
 
 
-@only_whole(KEEPER)
+@only_whole("plugins/ray/tests/test_data_input.py::test_a_node_with_other_versions_is_refused")
 def test_a_cluster_with_another_python_is_named(cluster, other_python, tmp_path):
     python, theirs = other_python
     flags = ("--workers=1", f"--address={cluster.address}")
