@@ -17,7 +17,7 @@ from smalti.models.weights import materialise
 from smalti.plugins.discovery import load_plugins
 from smalti.plugins.schema import schema_of
 from smalti_diffusers.lora.formats import FORMATS, TOOLS
-from smalti_diffusers.lora.header import AdapterHeader
+from smalti_diffusers.lora.header import TRAINED_ALPHA, AdapterHeader
 from smalti_export.command import export as export_command
 from smalti_testing.family_subject import FamilySubject
 from support.whole import some
@@ -197,6 +197,15 @@ def test_a_damaged_file_is_a_user_error_and_nothing_else(adapter, tmp_path_facto
         header = AdapterHeader(file)
         assert header.rank > 0
         assert isinstance(header.alpha, float)
+
+
+def test_an_alpha_that_is_not_a_number_is_refused(tmp_path):
+    layer = "transformer.transformer_blocks.0.attn.to_q"
+    save_file(
+        {f"{layer}.lora_{each}.weight": torch.ones(4, 4) for each in "AB"}, tmp_path / "x.safetensors", {TRAINED_ALPHA: ":.0"}
+    )
+    with pytest.raises(UserError, match=r"has the alpha ':\.0' in its metadata"):
+        assert AdapterHeader(tmp_path / "x.safetensors").alpha
 
 
 def test_an_adapter_of_another_model_is_refused(adapter, tmp_path):

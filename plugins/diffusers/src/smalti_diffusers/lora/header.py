@@ -131,8 +131,13 @@ class AdapterHeader:
         """Alpha for this rank: that of the run that made the file, if it says so; the rank if layers differ."""
         if self.rank is None:
             return None
-        if TRAINED_ALPHA in self._metadata:
-            return float(self._metadata[TRAINED_ALPHA])
+        if (noted := self._metadata.get(TRAINED_ALPHA)) is not None:
+            try:
+                return float(noted)
+            except ValueError:
+                raise UserError(
+                    f"{self.path} has the alpha {noted!r} in its metadata, which is not a number", fix=_AGAIN
+                ) from None
         scales = {round(self.scale(name), 6) for name, layer in self.layers.items() if layer.rank is not None}
         return scales.pop() * self.rank if len(scales) == 1 else float(self.rank)
 
