@@ -60,6 +60,11 @@ class Launch:
     def code(self, seconds: float = 400) -> int:
         return self.process.wait(seconds)
 
+    def worker(self, number: int) -> psutil.Process:
+        """The process of a worker that trains, by the number of its node in the group."""
+        wanted = {"smalti_ray.launch.process", f"--output_dir={self.directory.path}", f"--machine_rank={number}"}
+        return next(each for each in psutil.process_iter(["cmdline"]) if wanted <= {*(each.info["cmdline"] or ())})
+
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Within the block the ranks stand still."""

@@ -15,7 +15,19 @@ import psutil
 HOST = """
 import json
 import sys
+import threading
+import time
 from ray.cluster_utils import Cluster
+
+nodes = []
+
+def reap():
+    while True:  # a killed raylet that nobody waits for counts as alive, and its workers would stay
+        for each in list(nodes):
+            each.all_processes["raylet"][0].process.poll()
+        time.sleep(0.2)
+
+threading.Thread(target=reap, daemon=True).start()
 
 def patiently(start):
     for _ in range(3):
@@ -32,6 +44,7 @@ for line in sys.stdin:
         cluster = patiently(lambda: Cluster(initialize_head=True, head_node_args={"num_cpus": 0, **wanted["head"]}))
     given = {"num_cpus": wanted["cores"], "env_vars": wanted["variables"], "object_store_memory": 80_000_000}
     node = patiently(lambda: cluster.add_node(**given))
+    nodes.append(node)
     print(cluster.address, node.node_id, node.all_processes["raylet"][0].process.pid, flush=True)
 """
 """Adds a raylet for each line of JSON, and writes the address of the cluster, the node's id and the raylet's process."""

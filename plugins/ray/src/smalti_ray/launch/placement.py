@@ -98,19 +98,29 @@ class Placement:
                 until = f"for {waited:.0f} of {needs.seconds} s; {what_it_has()}"
                 click.echo(f"smalti: waiting for {needs.describe(needs.least)}, {until}", err=True)
         for number in range(needs.least):
-            strategy = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=number)
-            self.workers[number] = self._actor(number, scheduling_strategy=strategy)
+            self.workers[number] = self._actor(number, **self._reserved(number))
         for number in range(needs.least, needs.most):
             self.replace(number)
         return True
 
     def replace(self, number: int) -> Any:
-        """Ask Ray for a worker of this number, on any node that can be used. It may come much later."""
+        """Ask Ray for a worker of this number, on any node that can be used. It may come much later.
+
+        Ray moves what is reserved for one of the least number from a lost node to the next one that comes: it uses that, unless
+        nodes are avoided, since what is reserved may be on one of them.
+        """
         if (old := self.workers.pop(number, None)) is not None:
             ray.kill(old)
-        selector = self._selector()
-        self.workers[number] = self._actor(number, **({"label_selector": selector} if selector else {}))
+        if selector := self._selector():
+            options: dict[str, Any] = {"label_selector": selector}
+        else:
+            options = self._reserved(number) if number < self.needs.least else {}
+        self.workers[number] = self._actor(number, **options)
         return self.workers[number]
+
+    def _reserved(self, number: int) -> dict[str, Any]:
+        assert self._group is not None, "it is placed"
+        return {"scheduling_strategy": PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=number)}
 
     def _actor(self, number: int, **options: Any) -> Any:
         needs, name = self.needs, f"worker {number} of {self.needs.name}"
