@@ -99,7 +99,7 @@ def installed(package: Written) -> dict[str, str]:
 def test_the_tests_of_the_package_pass_as_written(written, kind, chosen):
     package = written(kind)
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--import-mode=importlib", "-k", chosen, "tests"]
-    done = subprocess.run(command, cwd=package.folder, env=installed(package), capture_output=True, text=True, timeout=400)
+    done = subprocess.run(command, cwd=package.folder, env=installed(package), capture_output=True, text=True, timeout=580)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "skipped" not in done.stdout
     assert package.said["unread"] == {}
