@@ -249,7 +249,7 @@ def _noise_levels(found: Values, result: Imported) -> None:
 def _kind_of_adapter(found: Values, kind: str, result: Imported) -> None:
     """A LoHa, or a DoRA if its lengths are those of rows."""
     name, axis = found.first("peft_type", default="LORA"), found.get("lora_decompose_output_axis")
-    result.settled += [axis.place] if axis is not None else []
+    result.settled += [axis.place] if axis is not None and isinstance(axis.value, bool) else []
     if kind != "lora":
         return
     if str(name.value) == "LOHA":
