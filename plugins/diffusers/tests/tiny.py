@@ -10,7 +10,6 @@ from diffusers import (
     AuraFlowPipeline,
     AuraFlowTransformer2DModel,
     AutoencoderDC,
-    AutoencoderKLQwenImage,
     ChromaPipeline,
     ChromaTransformer2DModel,
     CosmosTransformer3DModel,
@@ -50,10 +49,12 @@ from tiny_parts import (
     gemma_config,
     gemma_tokenizer,
     patch_vae,
+    qwen3,
     qwen_tokenizer,
     t5_encoder,
     t5_tokenizer,
     vae,
+    video_vae,
 )
 from transformers import (
     CLIPTextModel,
@@ -66,7 +67,6 @@ from transformers import (
     Qwen2_5_VLForConditionalGeneration,
     Qwen3Config,
     Qwen3ForCausalLM,
-    Qwen3Model,
     UMT5Config,
     UMT5EncoderModel,
 )
@@ -328,18 +328,6 @@ def lumina2(folder: Path, *, heads: int = 2) -> Path:
     return folder
 
 
-def video_vae() -> AutoencoderKLQwenImage:
-    return AutoencoderKLQwenImage(
-        base_dim=8,
-        z_dim=4,
-        dim_mult=[1, 1, 2],
-        num_res_blocks=1,
-        temperal_downsample=[False, True],
-        latents_mean=[0.1, -0.2, 0.3, 0.0],
-        latents_std=[1.5, 0.5, 2.0, 1.0],
-    )
-
-
 def qwen_image(folder: Path) -> Path:
     """Qwen-Image, whose autoencoder is one for video."""
     torch.manual_seed(0)
@@ -432,19 +420,6 @@ def sdxl(folder: Path, *, force_zeros: bool = True, **scheduler: object) -> Path
         add_watermarker=False,
     ).save_pretrained(folder)
     return folder
-
-
-def qwen3(words: int) -> Qwen3Model:
-    config = Qwen3Config(
-        vocab_size=words,
-        hidden_size=32,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=16,
-    )
-    return Qwen3Model(config)
 
 
 def z_image(folder: Path) -> Path:

@@ -3,7 +3,7 @@
 import re
 from string import printable
 
-from diffusers import AutoencoderKL, AutoencoderKLFlux2
+from diffusers import AutoencoderKL, AutoencoderKLFlux2, AutoencoderKLQwenImage
 from tokenizers.pre_tokenizers import ByteLevel
 from tokenizers.processors import TemplateProcessing
 from transformers import (
@@ -12,6 +12,8 @@ from transformers import (
     Gemma2Config,
     GemmaTokenizer,
     Qwen2Tokenizer,
+    Qwen3Config,
+    Qwen3Model,
     T5Config,
     T5EncoderModel,
     T5TokenizerFast,
@@ -124,3 +126,28 @@ def patch_vae() -> AutoencoderKLFlux2:
     autoencoder.bn.running_mean.uniform_(-1, 1)
     autoencoder.bn.running_var.uniform_(0.5, 4)
     return autoencoder
+
+
+def video_vae() -> AutoencoderKLQwenImage:
+    return AutoencoderKLQwenImage(
+        base_dim=8,
+        z_dim=4,
+        dim_mult=[1, 1, 2],
+        num_res_blocks=1,
+        temperal_downsample=[False, True],
+        latents_mean=[0.1, -0.2, 0.3, 0.0],
+        latents_std=[1.5, 0.5, 2.0, 1.0],
+    )
+
+
+def qwen3(words: int) -> Qwen3Model:
+    config = Qwen3Config(
+        vocab_size=words,
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+    )
+    return Qwen3Model(config)

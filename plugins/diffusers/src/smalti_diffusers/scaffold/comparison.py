@@ -46,8 +46,8 @@ class Compared:
 def small_pipeline(source: str, folder: Path, layers: int = 2) -> Path:
     """A pipeline in `folder` with the configurations and tokenizers of `source`, a folder or hub id, and random weights.
 
-    Models but the autoencoder have at most so many layers of each kind. Raise it if the pipeline takes hidden states of a layer
-    by its number. No weights are downloaded.
+    Models but the autoencoder have at most `layers` layers of each kind. Raise it if the pipeline takes hidden states of a
+    layer by its number. No weights are downloaded.
     """
     found = find_folder(source, None)
     for path in found.rglob("*"):
