@@ -28,6 +28,7 @@ from smalti_fsdp2 import accelerate_plugin
 from smalti_fsdp2.options import FsdpOptions
 from smalti_health.webhooks.events import Source, gpu_fault
 from support.commands import commands
+from support.whole import some
 
 DEFAULTS = {
     "fsdp_enable": False,
@@ -234,7 +235,9 @@ ACCELERATE = {
 """Keys of an Accelerate YAML, each the option of its last name."""
 
 
-@pytest.fixture(autouse=True, params=["", "migrate"], ids=["all packages", "without smalti-migrate"])
+@pytest.fixture(
+    autouse=True, params=some(["", "migrate"], ""), ids=lambda each: f"without smalti-{each}" if each else "all packages"
+)
 def absent(request, monkeypatch) -> None:
     """Every row holds with and without the package that reads other trainers' files."""
     monkeypatch.setenv("SMALTI_WITHOUT", request.param)

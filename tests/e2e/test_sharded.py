@@ -63,7 +63,7 @@ RUNS = {
     },
 }
 """Twelve pictures a step, clipped, by one process and by sharded ones; with five, three, one and five prompts."""
-KINDS = some([kind for kind in RUNS if kind != "one"], "two", "accumulated", "compiled", "shared")
+KINDS = some([kind for kind in RUNS if kind != "one"], "two", "compiled", "shared")
 
 
 @pytest.fixture(scope="module")

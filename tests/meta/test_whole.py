@@ -13,6 +13,7 @@ from support.whole import VARIABLE, some
 LOOKING = {
     "tests/support/whole.py",
     "tests/conftest.py",  # hypothesis draws more examples
+    "tests/support/compile_extensions.py",  # before pytest is installed
     "tests/meta/test_whole.py",
     "tests/bench/test_gpu_day.py",  # runs beside each other those that are kept
     "tests/bench/test_cluster_day.py",  # a job of SLURM, of minutes

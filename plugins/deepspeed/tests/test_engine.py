@@ -257,7 +257,7 @@ def test_a_parameter_without_dimensions_is_trained_and_kept(ranks, kind):
     assert "scale" in ranks.run(train_as_one_process, Scaled(), KINDS[kind])[0]
 
 
-@pytest.mark.parametrize("kind", ["2", "3"])
+@pytest.mark.parametrize("kind", some(["2", "3"], "3"))
 def test_compiled_blocks_are_trained_as_by_one_process(ranks, kind):
     assert ranks.run(train_as_one_process, None, (*KINDS[kind], "--dynamo_backend=aot_eager"))[0]
 
@@ -327,7 +327,8 @@ def of_optimizer(kind: str, stage: int) -> tuple[str, ...]:
 
 
 STEPPED = [*product(OPTIMIZERS, [1, 2, 3])]
-ALTERNATELY = [(kind, 2 + number % 2) for number, kind in enumerate(OPTIMIZERS)]
+ALTERNATELY = [("Adam", 2), ("Adam with decay in its gradient", 3), ("Adagrad", 2)]
+"""Those for which DeepSpeed compiles nothing more than its Adam."""
 
 
 @pytest.mark.parametrize(("kind", "stage"), some(STEPPED, *ALTERNATELY))
@@ -387,7 +388,7 @@ def test_adam_has_one_name_in_checkpoints_wherever_it_steps(ranks, offload, deco
 MOMENTS = [*product(KEPT, [2, 3])]
 
 
-@pytest.mark.parametrize(("kind", "stage"), some(MOMENTS, *((kind, 2 + number % 2) for number, kind in enumerate(KEPT))))
+@pytest.mark.parametrize(("kind", "stage"), some(MOMENTS, ("Adagrad", 3)))
 def test_its_moments_come_back_bit_for_bit(ranks, tmp_path, kind, stage):
     run_check(ranks, "a_checkpoint_comes_back_bit_for_bit", "deepspeed", of_optimizer(kind, stage), tmp_path)
 
@@ -410,7 +411,7 @@ def save_as_deepspeed(flags: tuple[str, ...], folder: Path) -> bool:
     return all(torch.equal(read[name], expected[name]) for name in expected.keys() & read.keys())
 
 
-@pytest.mark.parametrize("kind", ["1", "2", "3 offloaded"])
+@pytest.mark.parametrize("kind", some(["1", "2", "3 offloaded"], "2", "3 offloaded"))
 def test_checkpoints_that_deepspeed_wrote_are_converted_bit_for_bit(ranks, tmp_path, kind):
     assert ranks.run(save_as_deepspeed, KINDS[kind], tmp_path) == [True, True]
     convert(tmp_path / "theirs", tmp_path / "ours", FORMATS)

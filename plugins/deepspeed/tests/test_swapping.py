@@ -12,6 +12,7 @@ from smalti_deepspeed.checks import has_libaio
 from smalti_deepspeed.swapping import split_at_pages, swap_whole_pages
 from smalti_testing import TinyFamily
 from support.forked_ranks import forked_processes
+from support.whole import some
 
 
 @given(offset=st.integers(0, 10_000), length=st.integers(1, 10_000), page=st.sampled_from((1, 64, 1024)))
@@ -77,7 +78,7 @@ def train_with_a_folder(offloaded: tuple[str, ...], folder: Path) -> tuple[set[s
 
 
 @pytest.mark.skipif(not has_libaio(), reason="DeepSpeed swaps to a drive with libaio, which is not here")
-@pytest.mark.parametrize("offloaded", [("param",), ("param", "optimizer")])
+@pytest.mark.parametrize("offloaded", some([("param",), ("param", "optimizer")], ("param", "optimizer")))
 def test_what_lies_in_a_folder_is_trained_as_by_one_process(tmp_path, offloaded):
     # Without what `make test` compiles before, this is too short:
     with forked_processes(group=False, seconds=300, imports=["support.zero_ranks"]) as ranks:

@@ -16,6 +16,7 @@ from smalti_diffusers.lora.adapter import Lora, adapter_scales, adapter_shapes, 
 from smalti_diffusers.lora.first_weights import AdaptedWeights
 from smalti_diffusers.lora.kinds import changed, parted
 from smalti_testing.family_subject import FamilySubject
+from support.whole import some
 
 KINDS = {
     "lora": (),
@@ -25,6 +26,8 @@ KINDS = {
     "lokr full": ("--lora_kind=lokr", "--lokr_full"),
     "loha": ("--lora_kind=loha",),
 }
+CASES = [(name, kind) for name in ("flux", "sdxl") for kind in KINDS]
+KEPT = (("flux", "rslora"), ("flux", "dora"), ("sdxl", "lokr"), ("sdxl", "lokr full"), ("sdxl", "loha"))
 CHOSEN = ("--model_type=lora", "--lora_rank=2", "--lora_alpha=3")
 
 
@@ -67,8 +70,7 @@ def with_changed_weights(name, base, layers, scales):
     return model
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", ["flux", "sdxl"])
+@pytest.mark.parametrize(("name", "kind"), some(CASES, *KEPT))
 def test_a_model_with_an_adapter_predicts_as_one_of_the_changed_weights(bases, name, kind):
     targets = ("--lora_targets=to_q,conv1,proj_in,ff.net.2",) if name == "sdxl" else ()
     subject, model = made(name, bases[name], *KINDS[kind], *targets)
