@@ -34,7 +34,7 @@ LONGEST_FIRST = (
 
 gc.disable()  # until all tests are imported: what modules make at import is hardly ever garbage
 # No test asserts on time, and a loaded machine draws examples slowly.
-EXAMPLES = 100 if WHOLE else 40
+EXAMPLES = 100 if WHOLE else 25
 settings.register_profile("untimed", deadline=None, max_examples=EXAMPLES, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("untimed")
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

@@ -7,6 +7,7 @@ import pytest
 from PIL import Image
 
 from smalti.data.order import LIMIT
+from support.whole import only_whole
 
 ROWS = LIMIT + 4464
 STEPS = 6
@@ -48,6 +49,7 @@ def runs(tmp_path_factory, train, launch, data_file):
     return whole, last
 
 
+@only_whole("tests/unit/data/test_order.py::test_batches_of_a_large_epoch_are_computed_and_complete")
 def test_samples_are_the_same_on_other_ranks_and_after_a_resume(runs):
     whole, resumed = runs
     assert len(whole.losses) == STEPS
@@ -55,6 +57,7 @@ def test_samples_are_the_same_on_other_ranks_and_after_a_resume(runs):
     assert resumed.losses == pytest.approx(whole.losses, rel=1e-5)
 
 
+@only_whole("tests/unit/data/test_order.py::test_batches_of_a_large_epoch_are_computed_and_complete")
 def test_checkpoints_name_the_version_of_the_order(runs):
     states = [json.loads((run.directory / "checkpoints" / f"step-{STEPS:08}" / "state.json").read_text()) for run in runs]
     orders = [state["trainer"]["data"] for state in states]
