@@ -31,9 +31,9 @@ RUNS |= {
 }
 
 NOT_PAGED = [name for name in RUNS if "paged" not in name]
-KEPT = ("flux", "flux, paged", "fsdp2", "fsdp2, activations")
+KEPT = ("flux, paged", "fsdp2", "fsdp2, activations")
 every_run = pytest.mark.parametrize("seen", some(RUNS, *KEPT), indirect=True)
-streamed = pytest.mark.parametrize("seen", ["flux", "flux, paged", "fsdp2"], indirect=True)
+streamed = pytest.mark.parametrize("seen", some(["flux", "flux, paged", "fsdp2"], "flux, paged", "fsdp2"), indirect=True)
 
 
 @every_run
@@ -41,7 +41,7 @@ class TestOrder(Orderly):
     """A block computes when it has arrived; another takes its place when the last product with it was computed."""
 
 
-@pytest.mark.parametrize("seen", some(NOT_PAGED, "flux", "fsdp2, activations"), indirect=True)
+@pytest.mark.parametrize("seen", some(NOT_PAGED, "fsdp2", "fsdp2, activations"), indirect=True)
 def test_the_host_waits_for_the_device_as_often_as_without_it(seen):
     assert seen.waits("third step") == {}
 
