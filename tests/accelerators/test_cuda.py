@@ -55,7 +55,7 @@ WAITS = {
 }
 
 
-KEPT = ("single", "fsdp2", "offload", "zero3")
+KEPT = ("single", "fsdp2", "offload", "hsdp", "zero3")
 """Each strategy and place of the average; ZeRO asks the host whether to step."""
 every_run = pytest.mark.parametrize("seen", some(RUNS, *KEPT), indirect=True)
 trained = pytest.mark.parametrize("seen", ["single", "fsdp2", "hsdp"], indirect=True)
