@@ -1,7 +1,8 @@
 """The loss on held-out images, at fixed noise levels and with fixed noise, on all ranks together.
 
 What is measured is the objective's loss without the weights of noise levels, and with the captions as they are: curves of runs
-that sample and weight noise levels differently can be compared. Masks and weights of held-out images count as in training.
+that sample and weight noise levels differently can be compared. Masks and weights of held-out images count as in training. A
+run that trains a range of noise levels alone is measured within it.
 
 Shapes: N held-out samples, T noise levels, B samples of a batch, latents (B, C, h, w).
 """
@@ -12,7 +13,7 @@ import json
 import logging
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass
 from hashlib import sha256
 from typing import TYPE_CHECKING, Any
@@ -22,7 +23,7 @@ from torch import Tensor, nn
 
 from smalti import Config, EvaluationResult, HookSpecs, StopReason
 from smalti.config import ObjectiveOptions
-from smalti.diffusion import STEPS, Conditioning, SampleNoise
+from smalti.diffusion import STEPS, Conditioning, SampleNoise, TimestepSampler
 from smalti.models import latents_of
 from smalti.plugins import notify_each
 from smalti.system import load_json
@@ -40,7 +41,7 @@ _log = logging.getLogger(__name__)
 _OF_LOSS = ("prediction_type", "loss_type", "huber_c", "huber_schedule", "beta_schedule", "rescale_betas_zero_snr")
 """The options of the objective that an evaluation depends on."""
 _LEVELS = (0.1, 0.3, 0.5, 0.7, 0.9)
-"""Fractions of the way to noise: the middles of five equal parts."""
+"""Fractions of the range of noise levels that is trained: the middles of five equal parts."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,8 +169,25 @@ def _measured(run: Run) -> str:
     assert run.data.held_out is not None
     images = run.data.held_out.identity
     objective = run.config[ObjectiveOptions].model_dump(include=set(_OF_LOSS))
-    parts = [images.order, images.samples, images.settings, run.config[ValidationOptions].validation_seed, _LEVELS, objective]
+    seed, levels = run.config[ValidationOptions].validation_seed, [*_levels(run).values()]
+    parts = [images.order, images.samples, images.settings, seed, levels, objective]
     return sha256(json.dumps(parts).encode()).hexdigest()[:16]
+
+
+def _levels(run: Run) -> dict[int, float]:
+    assert run.data.held_out is not None
+    buckets = (content.bucket for content in run.data.held_out.order.buckets)
+    return levels_of(run.loss.timesteps, {run.family.image_tokens(bucket.width, bucket.height) for bucket in buckets})
+
+
+def levels_of(sampler: TimestepSampler, sizes: Collection[int]) -> dict[int, float]:
+    """The noise levels to measure, by timestep: fractions of the way to noise, within those that a sampler returns.
+
+    The range is that of images of all these numbers of tokens together. Timesteps are whole, so a narrow range has fewer.
+    """
+    ends = [sampler(torch.tensor([0.0, 1.0], dtype=torch.float64), tokens).tolist() for tokens in sizes]
+    low, high = round(min(low for low, _ in ends), 6), round(max(high for _, high in ends), 6)  # 0 and 1 but for rounding
+    return {round(STEPS * level): level for level in (low + (high - low) * part for part in _LEVELS)}
 
 
 def measure(run: Run, held_out: HeldOut) -> tuple[EvaluationResult, Tensor]:
@@ -178,13 +196,14 @@ def measure(run: Run, held_out: HeldOut) -> tuple[EvaluationResult, Tensor]:
     Raises AttemptFailed, on every rank.
     """
     begin = time.perf_counter()
+    levels = _levels(run)
     with run.phases.during("evaluating"), eval_mode(run) as model:
-        table = _losses(run, model, held_out)
+        table = _losses(run, model, held_out, [*levels.values()])
     means = table[table[:, -1] > 0, :-1].mean(0).tolist()
     result = EvaluationResult(
         step=run.state.step,
         loss=sum(means) / len(means),
-        by_timestep={round(STEPS * level): mean for level, mean in zip(_LEVELS, means, strict=True)},
+        by_timestep=dict(zip(levels, means, strict=True)),
         samples=int(table[:, -1].sum()),
         averaged=run.ema is not None,
         seconds=time.perf_counter() - begin,
@@ -203,20 +222,20 @@ def report(run: Run, result: ComparedResult) -> None:
     notify_each(run.plugins, HookSpecs.on_evaluation, run.state, result=result)
 
 
-def _losses(run: Run, model: nn.Module, held_out: HeldOut) -> Tensor:
+def _losses(run: Run, model: nn.Module, held_out: HeldOut, levels: Sequence[float]) -> Tensor:
     """(N, T + 1), fp64 on the CPU, the same on every rank: each sample's losses, and whether it counts. *Collective*.
 
     Each row is filled by one rank, so that adding up what the ranks have rounds nothing.
     """
     world = run.world
-    table = torch.zeros(held_out.count, len(_LEVELS) + 1, device=world.device)
+    table = torch.zeros(held_out.count, len(levels) + 1, device=world.device)
     speaks = world.rank % world.context == 0  # of the ranks that share samples, one
     noise = SampleNoise(run.config[ValidationOptions].validation_seed, world.device)
 
     def measure() -> None:
         for batch, counts in held_out.share(world.data_rank, world.data_size):
             images = held_out.read(batch)
-            columns = _batch_losses(run, model, images, noise)
+            columns = _batch_losses(run, model, images, noise, levels)
             if counts and speaks:
                 rows = table[batch.place : batch.place + len(batch.samples)]
                 rows[:, :-1] = columns
@@ -227,13 +246,13 @@ def _losses(run: Run, model: nn.Module, held_out: HeldOut) -> Tensor:
     return whole.sum(0).cpu().double()
 
 
-def _batch_losses(run: Run, model: nn.Module, images: HeldOutImages, noise: SampleNoise) -> Tensor:
+def _batch_losses(run: Run, model: nn.Module, images: HeldOutImages, noise: SampleNoise, levels: Sequence[float]) -> Tensor:
     """(B, T)."""
     family, objective = run.family, run.loss.objective
     latents, conditioning = _encoded(family, images)
     noise_values = noise.normal(images.numbers, latents.shape[1:])
     columns = []
-    for level in _LEVELS:
+    for level in levels:
         t = objective.times(torch.full((len(latents),), level, device=latents.device))
         noisy = objective.add_noise(latents, noise_values, t)
         with run.parallel.autocast():

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from smalti import UserError
+from smalti.checkpoint import RANKING
 from smalti.rundir import RunDirectory
 from smalti.system import load_json, read_regular
 from smalti_validation.history import FOLDER, NAMES, Change, mean_change, read_table
@@ -67,6 +68,8 @@ def read_report(directory: RunDirectory) -> Report | None:
     newest = tables[max(tables)]
     tables = {step: table for step, table in tables.items() if table["losses"].shape[1:] == newest["losses"].shape[1:]}
     try:
+        ranking = load_json(read_regular(directory.checkpoints / RANKING))["evaluations"]
+        tables = {step: table for step, table in tables.items() if str(step) in ranking}  # others measured something else
         content = load_json(read_regular(directory.path / FOLDER / NAMES))
         names = {int(number): str(name) for number, name in content.items()}
         timesteps = [int(name) for name in cast(Mapping[str, object], event.fields["by_timestep"])]
