@@ -261,9 +261,18 @@ def test_masks_and_weights_of_held_out_pictures_count(root):
     for name in ("", "white", "left"):
         keys = {"mask_path": str(root / name), "loss_weight": 0.5} if name else {}
         [found] = evaluations(train(root / f"masked {name}", [TRAINED, {**HELD_OUT, **keys}], *flags, "--train_batch_size=2"))
-        losses[name] = found["loss"]
-    assert losses["white"] == losses[""] / 2
-    assert abs(losses["left"] - losses["white"]) > 1e-4
+        losses[name] = found
+    assert losses["white"]["loss"] == losses[""]["loss"] / 2
+    assert abs(losses["left"]["loss"] - losses["white"]["loss"]) > 1e-4
+
+    assert [losses[name]["factors"] for name in ("", "left")] == [[], ["loss_weight", "mask"]]
+    assert losses["left"]["plain"] == losses[""]["by_timestep"]
+    told = listener.metrics[1]  # of the last run
+    assert told["eval_loss"] == losses[""]["loss"]
+    assert told["eval_loss/loss_weight+mask"] == pytest.approx(losses["left"]["loss"])
+    assert told["eval_loss/loss_weight+mask/t=500"] == losses["left"]["by_timestep"]["500"]
+    output = CliRunner().invoke(report, [str(root / "masked left")], catch_exceptions=False).output
+    assert "steps 1 to 1, losses times loss_weight, losses times mask\n" in output
 
 
 # --- the best checkpoint ------------------------------------------------------------------------------------------------

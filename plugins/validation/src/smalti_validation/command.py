@@ -67,7 +67,8 @@ def _as_json(found: Report | None, learning: Learning | None) -> dict[str, objec
 
 
 def _show_evaluations(found: Report) -> None:
-    click.echo(f"{counted(len(found.images), 'held-out image')}, steps {found.first} to {found.last}")
+    of = "".join(f", losses times {name}" for name in found.factors)
+    click.echo(f"{counted(len(found.images), 'held-out image')}, steps {found.first} to {found.last}{of}")
     rows = [
         (
             str(level.timestep),

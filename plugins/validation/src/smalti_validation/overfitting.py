@@ -6,7 +6,7 @@ Imports no torch. Shapes: N held-out images, T noise levels.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import cast
 
 import numpy as np
@@ -46,12 +46,16 @@ class Image:
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """Evaluations of a run, over the `images` that all of them have measured; those that improved least come first."""
+    """Evaluations of a run, over the `images` that all of them have measured; those that improved least come first.
+
+    `factors` are as in `smalti.types.EvaluationResult`.
+    """
 
     first: int
     last: int
     levels: tuple[Level, ...]
     images: tuple[Image, ...]
+    factors: tuple[str, ...] = ()
 
     @property
     def worse(self) -> int:
@@ -73,11 +77,12 @@ def read_report(directory: RunDirectory) -> Report | None:
         content = load_json(read_regular(directory.path / FOLDER / NAMES))
         names = {int(number): str(name) for number, name in content.items()}
         timesteps = [int(name) for name in cast(Mapping[str, object], event.fields["by_timestep"])]
+        factors = tuple(cast("list[str]", event.fields.get("factors", [])))
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(
             f"the evaluations in {directory.path} are incomplete: {error}", fix="let the run evaluate again"
         ) from error
-    return report_of(tables, timesteps, names)
+    return replace(report_of(tables, timesteps, names), factors=factors)
 
 
 def report_of(tables: Mapping[int, NDArray[np.void]], timesteps: list[int], names: Mapping[int, str]) -> Report:
