@@ -25,6 +25,7 @@ class EncodingUNet(UNet2DConditionModel):
 
     held: ClassVar[Sequence[str]] = ("text_encoder",)
     text_encoder: nn.Module
+    training: bool
     clip_skip = 0
     """Last layers of the encoder that are left out, where there is one."""
     encoders_learn = True

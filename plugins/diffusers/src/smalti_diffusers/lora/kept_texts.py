@@ -9,7 +9,7 @@ Shapes: B captions, L tokens; rows are (B, ...).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -35,7 +35,7 @@ class KeptTexts:
         device = next(iter(texts.values())).device
         found = [self._of(key, one, encode) for key, one in _each(texts)]
         rows = (torch.cat([each.to(device) for each in column]) for column in zip(*found, strict=True))
-        made: tuple[Tensor, ...] = _Still.apply(tuple(rows), *self._parameters)
+        made: tuple[Tensor, ...] = cast(Any, _Still).apply(tuple(rows), *self._parameters)
         return made
 
     def _of(self, key: bytes, text: Conditioning, encode: Encode) -> tuple[Tensor, ...]:
@@ -50,7 +50,7 @@ class KeptTexts:
 
 
 def can_keep_texts(encoders: Sequence[nn.Module]) -> bool:
-    """Whether what encoders make of a text depends on it alone, and each rank has them whole: calls of shards are collective."""
+    """Whether what encoders make of a text depends on it alone, and each rank has them whole: shards are gathered by all."""
     modules = [module for encoder in encoders for module in encoder.modules()]
     random = any(
         isinstance(rate := getattr(each, name, 0), float) and rate > 0 for each in modules for name in ("p", "dropout")
