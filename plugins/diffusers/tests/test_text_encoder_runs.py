@@ -11,6 +11,13 @@ from diffusers import DiffusionPipeline
 from pictured import difference
 from test_lora import SEVERAL, apart, tensors
 
+from smalti.config.resolution import resolve
+from smalti.launch.preflight import Preparation
+from smalti.plugins.discovery import load_plugins
+from smalti.plugins.schema import schema_of
+from smalti.rundir import RunDirectory
+from smalti_diffusers.lora import kept_texts
+from smalti_diffusers.lora.kept_texts import KeptTexts
 from support.commands import commands
 from support.whole import some
 
@@ -127,6 +134,20 @@ def test_a_run_resumed_before_or_after_they_stopped_has_the_same_bits(stopped, t
     shutil.copytree(run / kept, tmp_path / "run" / kept)
     code, output = train(tmp_path / "run", **options)
     assert (code, f"at step {step}" in output) == (0, True), output
+    one, other = tensors(run, 4), tensors(tmp_path / "run", 4)
+    assert [name for name in one if not torch.equal(one[name], other[name])] == []
+
+
+def test_a_run_has_the_same_bits_if_it_keeps_no_texts_after_they_stopped(stopped, monkeypatch, tmp_path):
+    _, run = stopped
+    shutil.copytree(run / "checkpoints/step-00000002", tmp_path / "run/checkpoints/step-00000002")
+    encoded, encode = [], KeptTexts.encoded
+    monkeypatch.setattr(KeptTexts, "encoded", lambda self, *given: encoded.append(self) or encode(self, *given))
+    monkeypatch.setattr(kept_texts, "LIMIT", 0)
+    plugins, file = load_plugins(), RunDirectory(run).config_file
+    config = resolve(schema_of(plugins), [f"--output_dir={tmp_path / 'run'}"], file=file, environment={})
+    assert Preparation.of(config, plugins, write=True).launch() == 0
+    assert len(encoded) >= 2
     one, other = tensors(run, 4), tensors(tmp_path / "run", 4)
     assert [name for name in one if not torch.equal(one[name], other[name])] == []
 

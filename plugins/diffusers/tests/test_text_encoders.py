@@ -24,6 +24,8 @@ from smalti.plugins.schema import schema_of
 from smalti.training.loss import objective_of
 from smalti.training.optim.lr_schedule import build_scheduler
 from smalti.training.optim.optimizers import AdamW, matrices, parameter_groups
+from smalti_diffusers.lora import kept_texts
+from smalti_diffusers.lora.kept_texts import can_keep_texts
 from smalti_diffusers.lora.kinds import parted
 from smalti_plan.counting import count_facts
 from smalti_testing import check_family
@@ -88,6 +90,56 @@ def test_encoders_that_have_stopped_have_no_part_in_the_gradient(made):
     assert any(before[name].any() for name in theirs)
     assert not any(after[name].any() for name in theirs)
     assert all(torch.equal(before[name], after[name]) for name in after.keys() - theirs)
+
+
+def test_encoders_that_have_stopped_encode_each_text_once(made, monkeypatch):
+    """The rows are those of the text alone, with the same bits whether they are kept or not, for all ranks and resumes."""
+    family, size = made.subject.family, SizeConditioning.of((64, 32))
+    model = materialise(made.subject.bare(), family.weights(0), "cpu").train()
+    model.encoders_learn = False
+    encoders = [model.text_encoder, model.text_encoder_2]
+    assert can_keep_texts(encoders)
+    encoded = []
+    for encoder in encoders:
+        encoder.register_forward_hook(lambda encoder, given, output: encoded.append(len(given[0])))
+
+    def step(captions):
+        model.zero_grad()
+        given = family.encode_captions(captions) | family.encode_size_conditioning([size] * len(captions), 64, 32)
+        latents = torch.ones(len(captions), *family.latent_shape(64, 32))
+        predicted = family.forward(model, latents, torch.full((len(captions),), 500.0), given)
+        predicted.square().mean().backward()
+        return [predicted.detach(), *(each.grad for each in model.parameters() if each.requires_grad)]
+
+    together = step(CAPTIONS)
+    found = {}
+    for limit in (kept_texts.LIMIT, 0):
+        monkeypatch.setattr(kept_texts, "LIMIT", limit)
+        model.kept = kept_texts.KeptTexts([each for one in encoders for each in one.parameters() if each.requires_grad])
+        encoded.clear()
+        found[limit] = [*step(CAPTIONS), *step([CAPTIONS[1], CAPTIONS[0], CAPTIONS[1]])]
+        assert encoded == [1] * 2 * (len(CAPTIONS) if limit else 2 * len(CAPTIONS))
+    assert all(torch.equal(*pair) for pair in zip(*found.values(), strict=True))
+    torch.testing.assert_close(found[0][: len(together)], together)
+    zeros = [each.grad for name, each in model.named_parameters() if each.requires_grad and name.startswith("text_encoder")]
+    assert zeros
+    assert not any(each.any() for each in zeros), "DDP waits for all"
+    encoded.clear()
+    with torch.no_grad():  # as the model without its adapter is called
+        family.embedded(model, family.encode_captions(CAPTIONS))
+    family.embedded(model.eval(), family.encode_captions(CAPTIONS))  # with averaged weights, perhaps
+    assert encoded == [len(CAPTIONS)] * 4
+
+
+def test_texts_are_not_kept_where_rows_depend_on_more_or_are_made_by_all_ranks(made):
+    model = materialise(made.subject.bare(), made.subject.family.weights(0), "cpu")
+    assert can_keep_texts([model.text_encoder])
+    layer = next(each for each in model.text_encoder.modules() if type(each).__name__ == "CLIPAttention")
+    layer.dropout = 0.1
+    assert not can_keep_texts([model.text_encoder])
+    layer.dropout = 0.0
+    layer.register_parameter("of_another_rank", torch.nn.Parameter(torch.empty(0)))
+    assert not can_keep_texts([model.text_encoder])
 
 
 # --- a loop of diffusers, transformers and peft ---------------------------------------------------------------------

@@ -148,6 +148,24 @@ def test_a_range_of_uniform_timesteps_is_one_of_noise_levels(imported, distribut
     assert ("config.json: min_noising_strength" in left, "timestep_max" in values) == (expected is None, False)
 
 
+@pytest.mark.parametrize(
+    ("model", "shift", "dynamic", "expected"),
+    [
+        ("STABLE_DIFFUSION_XL_10_BASE", 3.0, True, (3.0, None, 3 / 7)),
+        ("STABLE_DIFFUSION_XL_10_BASE", 1.0, False, (None, None, 0.2)),
+        ("STABLE_DIFFUSION_35", 2.0, True, (2.0, None, 1 / 3)),
+        ("FLUX_DEV_1", 2.0, True, (None, True, None)),
+    ],
+)
+def test_the_shift_of_timesteps_comes_after_their_range_in_models_that_predict_noise_too(
+    imported, model, shift, dynamic, expected
+):
+    shifts = {"timestep_shift": shift, "dynamic_timestep_shifting": dynamic}
+    values, _, _ = convert(imported, model_type=model, timestep_distribution="UNIFORM", **shifts, min_noising_strength=0.2)
+    found = [values.get(name) for name in ("flow_schedule_shift", "flow_schedule_auto_shift", "timestep_min")]
+    assert found == [each if not isinstance(each, float) else pytest.approx(each, abs=1e-6) for each in expected]
+
+
 KINDS = {
     "loha": {"peft_type": "LOHA"},
     "dora": {"lora_decompose": True, "lora_decompose_output_axis": True},

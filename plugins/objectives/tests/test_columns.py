@@ -6,6 +6,7 @@ import io
 import json
 from itertools import islice
 from pathlib import Path
+from types import MappingProxyType
 
 import numpy as np
 import pyarrow as pa
@@ -34,9 +35,11 @@ from smalti.data.prepared import DataRules, load_datasets
 from smalti.errors import ConfigError, PreflightError, UserError
 from smalti.types import World
 from smalti_objectives.columns.masks import block_means, scaled_mask
+from smalti_objectives.mask_options import MaskOptions
 from smalti_objectives.plugin import COLUMNS
 
 CATALOG = Catalog.of(BUILT_IN_STORAGES, BUILT_IN_METADATA, COLUMNS)
+DEFAULTS = {name: field.default for name, field in MaskOptions.model_fields.items()}
 SCALE = 4
 """Pixels of a side of a latent."""
 CENTRE = {"caption_strategy": "filename", "crop": True, "crop_aspect": "square", "crop_style": "center"}
@@ -57,9 +60,10 @@ def masked(folder: Path, count: int = 8) -> Path:
     return folder
 
 
-def specs_of(folder: Path, *others: dict[str, object], **keys: object):
+def specs_of(folder: Path, *others: dict[str, object], options: dict[str, object] = MappingProxyType({}), **keys: object):
     entry = {"id": folder.name, "instance_data_dir": str(folder), **CENTRE, **keys}
-    specs, problems = parse_datasets([entry, *others], where="", defaults=DataDefaults(resolution=16), catalog=CATALOG)
+    defaults, option = DataDefaults(resolution=16), {**DEFAULTS, **options}.get
+    specs, problems = parse_datasets([entry, *others], where="", defaults=defaults, catalog=CATALOG, option=option)
     assert not problems, problems
     return specs
 
@@ -218,6 +222,63 @@ def test_images_without_a_mask_count_fully_or_cannot_be_used(tmp_path: Path) -> 
         path.rename(path.with_name(f"x{path.name}"))
     with pytest.raises(UserError, match="8 of 8 images have no mask"):
         data_of(folder, mask_path=str(tmp_path / "masks"))
+
+
+BLACK, WHITE = "it is black everywhere, and mask_floor is 0", "it is white everywhere, and mask_floor is 0"
+
+
+@pytest.mark.parametrize(
+    ("options", "keys", "left_out"),
+    [
+        ({"mask_floor": 0.0}, {}, {"002.png": BLACK}),
+        ({"mask_floor": 0.0}, {"mask_invert": True}, {"005.png": WHITE}),
+        ({}, {}, {}),
+        ({"mask_floor": 0.0, "mask_probability": 0.9}, {}, {}),
+        ({"mask_floor": 0.0, "prior_outside_mask": 0.5}, {}, {}),
+    ],
+)
+def test_images_of_which_no_place_counts_are_no_samples_of_a_run(
+    tmp_path: Path, options: dict[str, object], keys: dict[str, object], left_out: dict[str, str]
+) -> None:
+    folder, run, keys = masked(tmp_path / "pets"), tmp_path / "run", {"mask_path": str(tmp_path / "masks"), **keys}
+    for number, brightness in ((2, 0), (5, 255)):
+        Image.new("RGB", (24, 16), (brightness,) * 3).save(tmp_path / f"masks/{number:03}.png")
+    data = data_of(folder, run=run, budget=4, options=options, **keys)
+
+    assert {one.key: one.reason for one in data.quarantined} == {
+        key: f"its mask cannot be used: {reason}" for key, reason in left_out.items()
+    }
+    said = [notice for notice in data.notices if "are unusable" in notice]
+    assert [notice.startswith("1 samples are unusable") for notice in said] == [True] * len(left_out)
+    assert masks(data).keys() == {f"pets/{number:03}.png" for number in range(8)} - {f"pets/{key}" for key in left_out}
+    loaded = prepare(
+        load_datasets(specs_of(folder, options=options, **keys), CATALOG, run),
+        DataRules(seed=3, shape=BatchShape(train_batch_size=4, ranks=1, accumulation=1), alignment=8, error_budget=4),
+    )
+    assert loaded.identity == data.identity == data_of(folder, run=run, budget=4, options=options, **keys).identity
+    alone = [key for one in micros(data) for key in one.keys]
+    shared = zip(*(micros(loaded, world=World(rank=rank, size=2)) for rank in (0, 1)), strict=True)
+    assert [key for pair in shared for one in pair for key in one.keys] == alone
+    assert [key for one in micros(loaded, 4, position=2) for key in one.keys] == alone[8:]
+
+
+def test_more_images_without_a_place_that_counts_than_the_budget_allows_are_refused(tmp_path: Path) -> None:
+    folder = masked(tmp_path / "pets")
+    for number in (2, 3):
+        Image.new("L", (24, 16)).save(tmp_path / f"masks/{number:03}.png")
+    with pytest.raises(PreflightError, match=f"(?s)2 samples cannot be used.*{BLACK}.*--data_error_budget"):
+        data_of(folder, options={"mask_floor": 0.0}, mask_path=str(tmp_path / "masks"))
+
+
+def test_a_wholly_transparent_image_is_replaced_where_nothing_of_it_counts(tmp_path: Path) -> None:
+    folder = tmp_path / "pets"
+    folder.mkdir()
+    for number in range(4):
+        Image.new("RGBA", (16, 16), (10, 20, 30, 255 if number else 0)).save(folder / f"{number}.png")
+    data = data_of(folder, options={"mask_floor": 0.0}, alpha_mask=True, budget=2)
+    errors = data.error_budget()
+    assert masks(data, errors=errors).keys() == {"pets/1.png", "pets/2.png", "pets/3.png"}
+    assert [item.reason for item in errors.items] == [f"its mask cannot be used: {BLACK}"]
 
 
 def test_an_image_whose_mask_cannot_be_used_is_recorded_and_replaced(tmp_path: Path) -> None:

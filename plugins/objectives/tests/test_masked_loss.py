@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 
 import pytest
@@ -9,7 +10,17 @@ import torch
 from torch import Tensor
 
 from smalti.config import Config, resolve
-from smalti.data import BUILT_IN_METADATA, BUILT_IN_STORAGES, Bucket, Catalog, DataDefaults, MicroBatch, parse_datasets
+from smalti.data import (
+    BUILT_IN_METADATA,
+    BUILT_IN_STORAGES,
+    Bucket,
+    Catalog,
+    DataDefaults,
+    MicroBatch,
+    catalog_of,
+    dataset_specs,
+    parse_datasets,
+)
 from smalti.diffusion import SampleNoise, build_objective
 from smalti.errors import ConfigError
 from smalti.models import SizeConditioning
@@ -190,6 +201,16 @@ def test_a_run_without_these_columns_has_no_factors() -> None:
     terms = mask_terms(config("--prior_outside_mask=1", "--model_type=lora"), TinyFamily())
     assert [term.factor(step) for term in terms] == [None] * 3
     assert terms[2].loss(step) is None
+
+
+@pytest.mark.parametrize(("flags", "left_out"), [(("--mask_floor=0",), True), (("--mask_floor=0.1",), False)])
+def test_the_options_of_a_run_say_whether_images_with_an_empty_mask_are_samples(tmp_path, flags, left_out) -> None:
+    file = tmp_path / "data.json"
+    file.write_text(json.dumps([{"id": "pets", "instance_data_dir": str(tmp_path), "mask_path": str(tmp_path / "masks")}]))
+    plugins = load_plugins(Selection(only=("objectives",)))
+    given = resolve(schema_of(plugins), (f"--data_backend_config={file}", *flags), environment={})
+    [spec] = dataset_specs(given, catalog_of(plugins))
+    assert spec.columns["mask"].leaves_out_empty == left_out
 
 
 def test_passes_and_checks_follow_from_the_datasets() -> None:

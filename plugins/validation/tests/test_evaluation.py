@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from smalti.cli.checkpoint import checkpoint
 from smalti.config.resolution import resolve
+from smalti.diffusion.timesteps import build_timesteps
 from smalti.errors import PreflightError
 from smalti.hookspecs import hookimpl
 from smalti.launch.preflight import Preparation
@@ -20,8 +21,11 @@ from smalti.plugins.discovery import Selection, load_plugins
 from smalti.plugins.registry import PluginInfo
 from smalti.plugins.schema import schema_of
 from smalti_export.command import export as export_checkpoint
+from smalti_objectives.timestep_range import TruncatedSampler
 from smalti_toy.family import ToyShape, ToyTransformer
+from smalti_validation.command import report
 from smalti_validation.drift import drift, pixels
+from smalti_validation.evaluation import levels_of
 from support.forked_ranks import forked_processes
 
 FLAGS = (
@@ -163,6 +167,26 @@ def test_the_loss_is_the_mean_over_equally_spaced_timesteps(evaluated):
     assert last["loss"] == pytest.approx(sum(last["by_timestep"].values()) / 5)
 
 
+@pytest.mark.parametrize("distribution", ["uniform", "logit_normal", "mode", "beta"])
+@pytest.mark.parametrize("shift", [None, 0.3, 1.65, 3.0])
+def test_without_a_range_the_same_levels_are_measured_whatever_is_sampled(distribution, shift):
+    sampler = build_timesteps(distribution=distribution, sigmoid_mean=1.0, shift=shift)
+    assert levels_of(sampler, {64, 4096}) == {100: 0.1, 300: 0.3, 500: 0.5, 700: 0.7, 900: 0.9}
+    narrow = TruncatedSampler(sampler=sampler, low=0.875, high=0.877)
+    assert list(levels_of(narrow, {64, 4096})) == [875, 876, 877]
+
+
+def test_of_a_range_the_levels_within_it_are_measured_with_the_same_noise(root):
+    flags = ("--learning_rate=0", f"--pretrained_model_name_or_path={root / 'first.safetensors'}", "--train_batch_size=2")
+    [whole] = evaluations(train(root / "whole", [TRAINED, HELD_OUT], *flags, "--max_train_steps=1"))
+    ranged = (*flags, "--timestep_min=0.4", "--timestep_max=0.6", "--max_train_steps=2", "--resume_from_checkpoint=latest")
+    found = evaluations(train(root / "whole", [TRAINED, HELD_OUT], *ranged))[-1]
+    assert (found["step"], list(found["by_timestep"])) == (2, ["420", "460", "500", "540", "580"])
+    assert found["by_timestep"]["500"] == whole["by_timestep"]["500"]
+    assert found["change"] is None  # nothing is compared with other noise levels
+    assert "steps 2 to 2" in CliRunner().invoke(report, [str(root / "whole")], catch_exceptions=False).output
+
+
 def test_a_picture_that_cannot_be_read_does_not_count(evaluated):
     assert [event["samples"] for event in evaluations(evaluated)] == [8, 8]
 
@@ -237,9 +261,18 @@ def test_masks_and_weights_of_held_out_pictures_count(root):
     for name in ("", "white", "left"):
         keys = {"mask_path": str(root / name), "loss_weight": 0.5} if name else {}
         [found] = evaluations(train(root / f"masked {name}", [TRAINED, {**HELD_OUT, **keys}], *flags, "--train_batch_size=2"))
-        losses[name] = found["loss"]
-    assert losses["white"] == losses[""] / 2
-    assert abs(losses["left"] - losses["white"]) > 1e-4
+        losses[name] = found
+    assert losses["white"]["loss"] == losses[""]["loss"] / 2
+    assert abs(losses["left"]["loss"] - losses["white"]["loss"]) > 1e-4
+
+    assert [losses[name]["factors"] for name in ("", "left")] == [[], ["loss_weight", "mask"]]
+    assert losses["left"]["plain"] == losses[""]["by_timestep"]
+    told = listener.metrics[1]  # of the last run
+    assert told["eval_loss"] == losses[""]["loss"]
+    assert told["eval_loss/loss_weight+mask"] == pytest.approx(losses["left"]["loss"])
+    assert told["eval_loss/loss_weight+mask/t=500"] == losses["left"]["by_timestep"]["500"]
+    output = CliRunner().invoke(report, [str(root / "masked left")], catch_exceptions=False).output
+    assert "steps 1 to 1, losses times loss_weight, losses times mask\n" in output
 
 
 # --- the best checkpoint ------------------------------------------------------------------------------------------------

@@ -8,8 +8,9 @@ from click.testing import CliRunner
 
 from smalti import UserError
 from smalti.rundir import RunDirectory, acquire
-from smalti_validation.command import report
+from smalti_validation.command import report, rising
 from smalti_validation.history import History, table_of
+from smalti_validation.learning import part_of
 from smalti_validation.overfitting import read_report
 
 NAMES = {7: "photos: a.png", 8: "photos: b.png", 9: "photos: c.png"}
@@ -61,6 +62,11 @@ def test_only_images_that_all_steps_have_are_compared(run):
     history = History(run, "this", 3)
     history.add(4, 1.0, table_of([7, 9], np.array([[0.5, 2.0], [0.5, 3.0]])), None, keep=0)
     assert [image.name[-5] for image in read_report(run).images] == ["c", "a"]
+
+
+def test_what_an_evaluation_says_stands_at_the_training_images_around_the_same_noise(run):
+    found = read_report(run)
+    assert (part_of(0), part_of(250), part_of(1000), rising(found)) == (100, 300, 900, {300})
 
 
 def test_a_run_without_evaluations_has_no_report(run, tmp_path):

@@ -68,6 +68,9 @@ def test_the_loss_on_held_out_pictures_is_told() -> None:
     console.on_train_start(RunState(max_steps=9), _info())
     console.on_evaluation(EvaluationResult(step=5, loss=0.25, by_timestep={500: 0.25}, samples=64, averaged=False, seconds=1.5))
     assert stream.getvalue().splitlines()[-1] == "evaluation of step 5: loss 0.25 over 64 held-out images (1.5 s)"
+    masked = EvaluationResult(step=6, loss=0.5, by_timestep={}, samples=64, averaged=False, seconds=1.5, factors=("mask",))
+    console.on_evaluation(masked)
+    assert stream.getvalue().splitlines()[-1] == "evaluation of step 6: loss 0.5 times mask over 64 held-out images (1.5 s)"
 
 
 def test_a_line_tells_what_is_known_of_the_devices() -> None:

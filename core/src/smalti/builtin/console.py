@@ -216,10 +216,8 @@ class Console:
     @hookimpl
     def on_evaluation(self, result: EvaluationResult) -> None:
         if self._display is not None:
-            over = counted(result.samples, "held-out image")
-            self._display.print(
-                f"evaluation of step {result.step}: loss {result.loss:.4g} over {over} ({result.seconds:.1f} s)"
-            )
+            of = "".join(f" times {name}" for name in result.factors) + f" over {counted(result.samples, 'held-out image')}"
+            self._display.print(f"evaluation of step {result.step}: loss {result.loss:.4g}{of} ({result.seconds:.1f} s)")
 
     @hookimpl
     def on_checkpoint(self, checkpoint: Checkpoint) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
+from typing import cast
 
 import click
 
@@ -245,7 +246,8 @@ class Watcher:
             case "sample":
                 return f"images of step {event.step}: {self._watched.path / (event.text('overview') or event.text('grid'))}"
             case "eval":
-                return f"evaluation of step {event.step}: loss {event.number('loss') or 0.0:.4g} on held-out images"
+                of = "".join(f" times {name}" for name in cast("list[str]", event.fields.get("factors", [])))
+                return f"evaluation of step {event.step}: loss {event.number('loss') or 0.0:.4g}{of} on held-out images"
             case "error":
                 return f"error: {event.text('error')}: {message}"
             case "control_ack":

@@ -24,11 +24,7 @@ KEYS = frozenset(
         *("fp16", "dynamo_backend"),  # what older versions wrote
     )
 )
-_ALIEN = {
-    "XLA": "TPUs",
-    "TPU": "TPUs",
-    "MEGATRON_LM": "Megatron-LM",
-}
+_ALIEN = {"XLA": "TPUs", "TPU": "TPUs", "MEGATRON_LM": "Megatron-LM"}
 _SECTIONS = {"FSDP": "fsdp_config", "DEEPSPEED": "deepspeed_config"}
 
 

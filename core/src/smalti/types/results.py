@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from pathlib import Path
@@ -49,7 +49,8 @@ class ValidationResult:
 class EvaluationResult:
     """The loss on held-out images: the mean over `samples` images and the timesteps of `by_timestep`.
 
-    `averaged` means that it was measured with the EMA of the weights.
+    `averaged` means that it was measured with the EMA of the weights. `factors` names the terms that multiply the errors, such
+    as masks: losses can be compared with those of runs with the same ones.
     """
 
     step: int
@@ -58,6 +59,7 @@ class EvaluationResult:
     samples: int
     averaged: bool
     seconds: float
+    factors: Sequence[str] = ()
 
 
 FindingLevel = Literal["ok", "note", "warning", "error"]

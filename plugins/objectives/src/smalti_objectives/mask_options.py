@@ -8,7 +8,8 @@ from smalti import OptionGroup, Options, option
 class MaskOptions(Options):
     mask_floor: float = option(
         0.1,
-        help="Least weight of a place in the loss, wherever a mask is darker than that. 0 ignores black places.",
+        help="Least weight of a place in the loss, wherever a mask is darker than that. 0 ignores black places,"
+        " and leaves out images whose mask is all black.",
         ge=0,
         le=1,
     )

@@ -71,7 +71,9 @@ class ObjectivesOptions(Options):
         ge=0,
         lt=1,
     )
-    timestep_max: float = option(1.0, help="Train no noise level above this one.", level="advanced", gt=0, le=1)
+    timestep_max: float = option(
+        1.0, help="Train no noise level above this one. Evaluations measure levels of the range.", level="advanced", gt=0, le=1
+    )
 
 
 GROUP = OptionGroup(name="objectives", title="Objectives", options=ObjectivesOptions)

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from io import BytesIO
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from smalti import UserError
 from smalti.rundir import Event
@@ -33,6 +33,8 @@ class History:
     validations: list[int] = field(default_factory=list)
     evaluations: dict[int, float] = field(default_factory=dict)
     """The loss on held-out images, by step."""
+    factors: list[str] = field(default_factory=list)
+    """What this loss is multiplied with in the last evaluation, such as masks."""
     smoothed_loss: float | None = None
     """The last one that the console and `smalti run` have shown. None in events of versions that did not write it."""
 
@@ -51,6 +53,7 @@ class History:
                 history.validations.append(event.step)
             elif event.kind == "eval":
                 history.evaluations[event.step] = _or_nan(event.number("loss"))
+                history.factors = cast("list[str]", event.fields.get("factors", []))
         return history
 
     def _add_step(self, event: Event, step: int) -> None:
@@ -161,7 +164,8 @@ def _plot_losses(axes: Axes, curve: Curve, history: History) -> None:
         axes.plot(curve.steps, curve.smoothed(), color=_LOSS, linewidth=2, label="smoothed")
     held_out = {step: loss for step, loss in history.evaluations.items() if math.isfinite(loss)}
     if held_out:
-        axes.plot(list(held_out), list(held_out.values()), color=_HELD_OUT, marker="o", markersize=4, label="held out")
+        label = "held out" + "".join(f" times {name}" for name in history.factors)
+        axes.plot(list(held_out), list(held_out.values()), color=_HELD_OUT, marker="o", markersize=4, label=label)
     _set_limits(axes, curve, list(held_out.values()))
     broken = [step for step, loss in zip(history.steps, history.losses, strict=True) if not math.isfinite(loss)]
     _mark(axes, broken, 0.97, "x", _BAD, "not finite")

@@ -11,7 +11,7 @@ from smalti import UserError
 from smalti.cli import Command, counted, print_table
 from smalti.rundir import RunDirectory, to_json
 from smalti_validation.history import Change
-from smalti_validation.learning import Learning, TrainedImage, TrainedLevel, read_learning
+from smalti_validation.learning import Learning, TrainedImage, TrainedLevel, part_of, read_learning
 from smalti_validation.overfitting import Report, read_report
 
 _SHOWN = 10
@@ -49,8 +49,13 @@ def report(directory: Path, as_json: bool) -> None:
 def read_both(run: RunDirectory) -> tuple[Report | None, Learning | None]:
     """What the evaluations of a run say, and what its visits, with changes since the steps that evaluated best."""
     found = read_report(run)
-    best = {level.timestep: level.best for level in found.levels} if found else {}
-    return found, read_learning(run, best)
+    nearest = sorted(found.levels, key=lambda level: -abs(level.timestep - part_of(level.timestep))) if found else []
+    return found, read_learning(run, {part_of(level.timestep): level.best for level in nearest})
+
+
+def rising(found: Report | None) -> set[int]:
+    """The timesteps of `TrainedLevel` around which the loss on held-out images has clearly risen."""
+    return {part_of(level.timestep) for level in found.levels if level.overfits} if found else set()
 
 
 def _as_json(found: Report | None, learning: Learning | None) -> dict[str, object]:
@@ -62,7 +67,8 @@ def _as_json(found: Report | None, learning: Learning | None) -> dict[str, objec
 
 
 def _show_evaluations(found: Report) -> None:
-    click.echo(f"{counted(len(found.images), 'held-out image')}, steps {found.first} to {found.last}")
+    of = "".join(f", losses times {name}" for name in found.factors)
+    click.echo(f"{counted(len(found.images), 'held-out image')}, steps {found.first} to {found.last}{of}")
     rows = [
         (
             str(level.timestep),
@@ -85,7 +91,7 @@ def _show_learning(learning: Learning, found: Report | None) -> None:
         click.echo()
     seen = f"{counted(learning.count, 'image')} in the second half of the run"
     click.echo(f"{counted(learning.visits, 'visit')} of training images; {seen}")
-    overfit = {level.timestep for level in found.levels if level.overfits} if found else set()
+    overfit = rising(found)
     rows = [
         (
             str(each.timestep),

@@ -1,7 +1,9 @@
 """The loss on held-out images, at fixed noise levels and with fixed noise, on all ranks together.
 
 What is measured is the objective's loss without the weights of noise levels, and with the captions as they are: curves of runs
-that sample and weight noise levels differently can be compared. Masks and weights of held-out images count as in training.
+that sample and weight noise levels differently can be compared. A run that trains a range of noise levels alone is measured
+within it. Masks and weights of held-out images count as in training; metrics are named after them then, and the loss without
+them is measured too.
 
 Shapes: N held-out samples, T noise levels, B samples of a batch, latents (B, C, h, w).
 """
@@ -12,7 +14,7 @@ import json
 import logging
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from hashlib import sha256
 from typing import TYPE_CHECKING, Any
@@ -22,7 +24,7 @@ from torch import Tensor, nn
 
 from smalti import Config, EvaluationResult, HookSpecs, StopReason
 from smalti.config import ObjectiveOptions
-from smalti.diffusion import STEPS, Conditioning, SampleNoise
+from smalti.diffusion import STEPS, Conditioning, SampleNoise, TimestepSampler
 from smalti.models import latents_of
 from smalti.plugins import notify_each
 from smalti.system import load_json
@@ -40,13 +42,17 @@ _log = logging.getLogger(__name__)
 _OF_LOSS = ("prediction_type", "loss_type", "huber_c", "huber_schedule", "beta_schedule", "rescale_betas_zero_snr")
 """The options of the objective that an evaluation depends on."""
 _LEVELS = (0.1, 0.3, 0.5, 0.7, 0.9)
-"""Fractions of the way to noise: the middles of five equal parts."""
+"""Fractions of the range of noise levels that is trained: the middles of five equal parts."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ComparedResult(EvaluationResult):
-    """The result with its `change` to the last evaluation that clearly improved; None if there was none before."""
+    """The result with its `change` to the last evaluation that clearly improved; None if there was none before.
 
+    `plain` is the loss without the `factors`, by timestep; empty where there are none.
+    """
+
+    plain: Mapping[int, float]
     change: Change | None
 
 
@@ -109,8 +115,8 @@ class Evaluation(PeriodicWork):
                 latent_shape=run.family.latent_shape,
             )
         held_out = self._held_out
-        result, counted = measure(run, held_out)
-        table = table_of(held_out.numbers[counted[:, -1] > 0], counted[counted[:, -1] > 0, :-1].numpy())
+        result, losses, counted = measure(run, held_out)
+        table = table_of(held_out.numbers[counted], losses[0].numpy())
 
         def remember(history: History) -> list[object]:
             change = history.compare(table)
@@ -123,7 +129,8 @@ class Evaluation(PeriodicWork):
             return [change and asdict(change), history.since_reference, history.reference, best]
 
         change, since, reference, best = self._on_main_rank(run, remember)
-        report(run, ComparedResult(**vars(result), change=change and Change(**change)))
+        plain = dict(zip(result.by_timestep, losses[1].mean(0).tolist(), strict=True)) if result.factors else {}
+        report(run, ComparedResult(**vars(result), plain=plain, change=change and Change(**change)))
         if run.boundary.final:
             return
         if best and result.step not in (run.saved_step, run.saver.pending_step):
@@ -168,55 +175,83 @@ def _measured(run: Run) -> str:
     assert run.data.held_out is not None
     images = run.data.held_out.identity
     objective = run.config[ObjectiveOptions].model_dump(include=set(_OF_LOSS))
-    parts = [images.order, images.samples, images.settings, run.config[ValidationOptions].validation_seed, _LEVELS, objective]
+    seed, levels = run.config[ValidationOptions].validation_seed, [*_levels(run).values()]
+    parts = [images.order, images.samples, images.settings, seed, levels, objective]
     return sha256(json.dumps(parts).encode()).hexdigest()[:16]
 
 
-def measure(run: Run, held_out: HeldOut) -> tuple[EvaluationResult, Tensor]:
-    """Measure the loss on every held-out image; the result, and the table of `_losses`. *Collective*.
+def _levels(run: Run) -> dict[int, float]:
+    assert run.data.held_out is not None
+    buckets = (content.bucket for content in run.data.held_out.order.buckets)
+    return levels_of(run.loss.timesteps, {run.family.image_tokens(bucket.width, bucket.height) for bucket in buckets})
+
+
+def levels_of(sampler: TimestepSampler, sizes: Collection[int]) -> dict[int, float]:
+    """The noise levels to measure, by timestep: fractions of the way to noise, within those that a sampler returns.
+
+    The range is that of images of all these numbers of tokens together. Timesteps are whole, so a narrow range has fewer.
+    """
+    ends = [sampler(torch.tensor([0.0, 1.0], dtype=torch.float64), tokens).tolist() for tokens in sizes]
+    low, high = round(min(low for low, _ in ends), 6), round(max(high for _, high in ends), 6)  # 0 and 1 but for rounding
+    return {round(STEPS * level): level for level in (low + (high - low) * part for part in _LEVELS)}
+
+
+def measure(run: Run, held_out: HeldOut) -> tuple[EvaluationResult, tuple[Tensor, Tensor], Tensor]:
+    """Measure the loss on every held-out image. *Collective*.
+
+    Returns also the losses (n, T) of the n images that count, with the factors of the result and without, and (N,) which do.
 
     Raises AttemptFailed, on every rank.
     """
     begin = time.perf_counter()
+    levels = _levels(run)
     with run.phases.during("evaluating"), eval_mode(run) as model:
-        table = _losses(run, model, held_out)
-    means = table[table[:, -1] > 0, :-1].mean(0).tolist()
+        table, factors = _losses(run, model, held_out, [*levels.values()])
+    counted, count = table[:, -1] > 0, len(levels)
+    losses, plain = table[counted, :count], table[counted, count:-1]
+    means = losses.mean(0).tolist()
     result = EvaluationResult(
         step=run.state.step,
         loss=sum(means) / len(means),
-        by_timestep={round(STEPS * level): mean for level, mean in zip(_LEVELS, means, strict=True)},
+        by_timestep=dict(zip(levels, means, strict=True)),
         samples=int(table[:, -1].sum()),
         averaged=run.ema is not None,
         seconds=time.perf_counter() - begin,
+        factors=factors,
     )
-    return result, table
+    return result, (losses, plain), counted
 
 
 def report(run: Run, result: ComparedResult) -> None:
     """Report a result to trackers and observers."""
-    metrics = {"eval_loss": result.loss}
-    metrics |= {f"eval_loss/t={timestep}": loss for timestep, loss in result.by_timestep.items()}
+    metrics, name = dict[str, float](), "/".join(["eval_loss", *(["+".join(result.factors)] if result.factors else [])])
+    for measured, levels in (("eval_loss", result.plain), (name, result.by_timestep)):
+        if levels:
+            metrics[measured] = sum(levels.values()) / len(levels)
+            metrics |= {f"{measured}/t={timestep}": loss for timestep, loss in levels.items()}
     if (change := result.change) is not None:
-        metrics |= {"eval_loss/change": change.loss}
-        metrics |= {} if change.interval is None else {"eval_loss/change_interval": change.interval}
+        metrics |= {f"{name}/change": change.loss}
+        metrics |= {} if change.interval is None else {f"{name}/change_interval": change.interval}
     log_metrics(run.plugins, run.world, metrics, result.step)
     notify_each(run.plugins, HookSpecs.on_evaluation, run.state, result=result)
 
 
-def _losses(run: Run, model: nn.Module, held_out: HeldOut) -> Tensor:
-    """(N, T + 1), fp64 on the CPU, the same on every rank: each sample's losses, and whether it counts. *Collective*.
+def _losses(run: Run, model: nn.Module, held_out: HeldOut, levels: Sequence[float]) -> tuple[Tensor, tuple[str, ...]]:
+    """(N, 2 T + 1): the losses of each sample, those without factors, and whether it counts; and the terms with factors.
 
-    Each row is filled by one rank, so that adding up what the ranks have rounds nothing.
+    *Collective*. In fp64 on the CPU, the same on every rank. Each row is filled by one rank, so that adding up what the ranks
+    have rounds nothing.
     """
     world = run.world
-    table = torch.zeros(held_out.count, len(_LEVELS) + 1, device=world.device)
+    table, factors = torch.zeros(held_out.count, 2 * len(levels) + 1, device=world.device), dict[str, None]()
     speaks = world.rank % world.context == 0  # of the ranks that share samples, one
     noise = SampleNoise(run.config[ValidationOptions].validation_seed, world.device)
 
     def measure() -> None:
         for batch, counts in held_out.share(world.data_rank, world.data_size):
             images = held_out.read(batch)
-            columns = _batch_losses(run, model, images, noise)
+            columns, found = _batch_losses(run, model, images, noise, levels)
+            factors.update(dict.fromkeys(found))
             if counts and speaks:
                 rows = table[batch.place : batch.place + len(batch.samples)]
                 rows[:, :-1] = columns
@@ -224,22 +259,25 @@ def _losses(run: Run, model: nn.Module, held_out: HeldOut) -> Tensor:
 
     computed(run, measure)
     whole = torch.stack(list(run.parallel.gather(table)))
-    return whole.sum(0).cpu().double()
+    return whole.sum(0).cpu().double(), tuple(factors)
 
 
-def _batch_losses(run: Run, model: nn.Module, images: HeldOutImages, noise: SampleNoise) -> Tensor:
-    """(B, T)."""
+def _batch_losses(
+    run: Run, model: nn.Module, images: HeldOutImages, noise: SampleNoise, levels: Sequence[float]
+) -> tuple[Tensor, list[str]]:
+    """(B, 2 T), with all factors and without, and the names of the terms that have some."""
     family, objective = run.family, run.loss.objective
     latents, conditioning = _encoded(family, images)
     noise_values = noise.normal(images.numbers, latents.shape[1:])
-    columns = []
-    for level in _LEVELS:
+    columns, plain, factors = [], [], dict[str, Tensor]()
+    for level in levels:
         t = objective.times(torch.full((len(latents),), level, device=latents.device))
         noisy = objective.add_noise(latents, noise_values, t)
         with run.parallel.autocast():
             prediction = family.forward(model, noisy, objective.timesteps(t), conditioning)
         target = objective.target(latents, noise_values, t)
         errors = objective.errors(prediction, target, t)
+        plain.append(errors.flatten(1).mean(1))
         if images.columns:
             step = Step(
                 batch=images.micro_batch,
@@ -250,10 +288,12 @@ def _batch_losses(run: Run, model: nn.Module, images: HeldOutImages, noise: Samp
                 predictions={POLICY: prediction},
                 targets={"": target},
             )
-            for factor in (term.factor(step) for term in run.loss.terms):
-                errors = errors if factor is None else errors * factor
+            found = ((term.name, term.factor(step)) for term in run.loss.terms)
+            factors = {name: factor for name, factor in found if factor is not None}
+            for factor in factors.values():
+                errors = errors * factor
         columns.append(errors.flatten(1).mean(1))
-    return torch.stack(columns, dim=1)
+    return torch.stack(columns + plain, dim=1), [*factors]
 
 
 def _encoded(family: ModelFamily, images: HeldOutImages) -> tuple[Tensor, Conditioning]:

@@ -31,7 +31,7 @@ MOST = 1000
 _NARROW = 50
 """Noise levels within which losses are compared."""
 _LEVELS = 5
-"""Noise levels that are shown: those of evaluations are in their middles."""
+"""Noise levels that are shown: those of evaluations are in their middles, unless a run trains a range of levels."""
 _PARTS = 20
 _WINDOW = 2
 """So many of the parts make the tenth of a run that a mean is over."""
@@ -115,6 +115,11 @@ def read_learning(directory: RunDirectory, best_steps: Mapping[int, int]) -> Lea
         most=tuple(_image(names, *each) for each in most),
         unnamed=unnamed,
     )
+
+
+def part_of(timestep: int) -> int:
+    """The timestep of the `TrainedLevel` around which another one is."""
+    return round(1000 * (min(timestep * _LEVELS // 1000, _LEVELS - 1) + 0.5) / _LEVELS)
 
 
 def _visits(

@@ -98,12 +98,12 @@ class ValidationOptions(Options):
     eval_epoch_interval: int = option(0, help="Also evaluate every N epochs. 0: never.", level="advanced", ge=0)
     keep_best: int = option(
         0,
-        help="Never remove the N checkpoints with the lowest eval_loss; an evaluation that is among them is saved. 0: no such.",
+        help="Never remove the N checkpoints with the lowest loss in evaluations; one that is among them is saved. 0: no such.",
         ge=0,
     )
     eval_patience: int = option(
         0,
-        help="End the run after N evaluations in a row that did not clearly improve eval_loss: 95 % confidence. 0: never.",
+        help="End the run after N evaluations in a row that did not clearly improve their loss: 95 % confidence. 0: never.",
         ge=0,
     )
 

@@ -6,13 +6,14 @@ Imports no torch. Shapes: N held-out images, T noise levels.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from smalti import UserError
+from smalti.checkpoint import RANKING
 from smalti.rundir import RunDirectory
 from smalti.system import load_json, read_regular
 from smalti_validation.history import FOLDER, NAMES, Change, mean_change, read_table
@@ -45,12 +46,16 @@ class Image:
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """Evaluations of a run, over the `images` that all of them have measured; those that improved least come first."""
+    """Evaluations of a run, over the `images` that all of them have measured; those that improved least come first.
+
+    `factors` are as in `smalti.types.EvaluationResult`.
+    """
 
     first: int
     last: int
     levels: tuple[Level, ...]
     images: tuple[Image, ...]
+    factors: tuple[str, ...] = ()
 
     @property
     def worse(self) -> int:
@@ -67,14 +72,17 @@ def read_report(directory: RunDirectory) -> Report | None:
     newest = tables[max(tables)]
     tables = {step: table for step, table in tables.items() if table["losses"].shape[1:] == newest["losses"].shape[1:]}
     try:
+        ranking = load_json(read_regular(directory.checkpoints / RANKING))["evaluations"]
+        tables = {step: table for step, table in tables.items() if str(step) in ranking}  # others measured something else
         content = load_json(read_regular(directory.path / FOLDER / NAMES))
         names = {int(number): str(name) for number, name in content.items()}
         timesteps = [int(name) for name in cast(Mapping[str, object], event.fields["by_timestep"])]
+        factors = tuple(cast("list[str]", event.fields.get("factors", [])))
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(
             f"the evaluations in {directory.path} are incomplete: {error}", fix="let the run evaluate again"
         ) from error
-    return report_of(tables, timesteps, names)
+    return replace(report_of(tables, timesteps, names), factors=factors)
 
 
 def report_of(tables: Mapping[int, NDArray[np.void]], timesteps: list[int], names: Mapping[int, str]) -> Report:

@@ -62,6 +62,23 @@ def test_the_loss_on_held_out_images_is_a_curve_by_noise_level_too() -> None:
     assert "eval_loss/t=x" not in history.series
 
 
+def test_a_masked_loss_on_held_out_images_is_a_curve_of_its_own_beside_the_one_of_all_places() -> None:
+    history = History()
+    history.add(
+        {
+            "type": "eval",
+            "t": 1.0,
+            "step": 5,
+            "loss": 0.5,
+            "by_timestep": {"500": 0.5},
+            "factors": ["mask"],
+            "plain": {"500": 2},
+        }
+    )
+    curves = {name: series.columns(9)["mean"] for name, series in history.series.items()}
+    assert curves == {"eval_loss": [2.0], "eval_loss/t=500": [2.0], "eval_loss/mask": [0.5], "eval_loss/mask/t=500": [0.5]}
+
+
 def test_a_history_is_continued_and_equals_one_that_is_read_at_once(tmp_path: Path) -> None:
     run, histories = RunDirectory(tmp_path / "run"), Histories()
     with acquire(run) as writer:

@@ -16,7 +16,10 @@ if TYPE_CHECKING:
 
 
 class ColumnKeys(BaseModel):
-    """The keys that the entry of a dataset may have for a column. Inherit from it; the description of a field documents it."""
+    """The keys that the entry of a dataset may have for a column. Inherit from it; the description of a field documents it.
+
+    The context of validators is a function that returns the value of an option of the run by its name.
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 

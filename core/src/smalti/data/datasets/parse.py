@@ -308,7 +308,7 @@ class _EntryParser:
         for name, keys in self.catalog.column_keys.items():
             given = {key: rest.pop(key) for key in keys.model_fields if key in rest}
             try:
-                if given and (made := keys.model_validate(given)).model_dump(exclude_defaults=True):
+                if given and (made := keys.model_validate(given, context=self.option)).model_dump(exclude_defaults=True):
                     found[name] = made
             except ValidationError as error:
                 self.problems += wrong_values(error, given, place)

@@ -9,9 +9,10 @@ from collections.abc import Sequence
 from typing import Any, ClassVar, Self, cast
 
 from diffusers import UNet2DConditionModel
-from torch import Tensor, cat, nn, zeros_like
+from torch import Tensor, cat, is_grad_enabled, nn, zeros_like
 
 from smalti.diffusion import Conditioning
+from smalti_diffusers.lora.kept_texts import KeptTexts
 from smalti_diffusers.sources.components import Components
 
 
@@ -24,10 +25,13 @@ class EncodingUNet(UNet2DConditionModel):
 
     held: ClassVar[Sequence[str]] = ("text_encoder",)
     text_encoder: nn.Module
+    training: bool
     clip_skip = 0
     """Last layers of the encoder that are left out, where there is one."""
     encoders_learn = True
     """Without, the gradients of the encoders are zeros."""
+    kept: KeptTexts | None = None
+    """What they have made of texts since they have stopped, for training."""
 
     @classmethod
     def build(cls, components: Components) -> Self:
@@ -50,7 +54,10 @@ class EncodingUNet(UNet2DConditionModel):
         texts, predict = named.pop("texts", None), cast(Any, super()).forward
         if texts is None:
             return predict(sample, timestep, *arguments, **named)
-        encoded = self.encode(texts)
+        if self.kept is not None and self.training and is_grad_enabled():
+            encoded = self.kept.encoded(texts, self.encode)
+        else:
+            encoded = self.encode(texts)
         for each in () if self.encoders_learn else encoded:
             if each.requires_grad:
                 cast(Any, each).register_hook(zeros_like)

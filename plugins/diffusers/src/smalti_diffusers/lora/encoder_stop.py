@@ -2,7 +2,7 @@
 
 Their gradients are zeros from then on, so that they have no part in the norm of all gradients, and their learning rate is 0,
 since an optimizer also moves weights by earlier gradients and by weight decay. Every strategy needs gradients of all that it
-trains: DDP waits for those that are missing.
+trains: DDP waits for those that are missing. From then on a text is encoded once, where its rows depend on nothing else.
 """
 
 from __future__ import annotations
@@ -10,8 +10,9 @@ from __future__ import annotations
 from typing import Any, cast
 
 from smalti import Config
-from smalti.training import PeriodicWork, Run
+from smalti.training import PeriodicWork, Run, Turn
 from smalti_diffusers.lora.encoders import encoder_of, stops_encoders
+from smalti_diffusers.lora.kept_texts import KeptTexts, can_keep_texts
 from smalti_diffusers.options import LoraOptions
 
 
@@ -22,6 +23,7 @@ class EncoderStop(PeriodicWork):
 
     def __init__(self, options: LoraOptions) -> None:
         self._steps, self._share = options.train_text_encoder_steps, options.train_text_encoder_frac or 1.0
+        self._keeps = options.tlora_min_rank is None and not options.lora_dropout
         self._done = False
 
     def start(self, run: Run) -> None:
@@ -40,6 +42,10 @@ class EncoderStop(PeriodicWork):
             if group.get("rate_ratio") in ratios:
                 run.scheduler.base_lrs[index] = group["lr"] = 0.0
         model.encoders_learn = False
+        if self._keeps and tuple(run.loss.turns) == (Turn(),):
+            encoders = [getattr(model, part) for part in model.held]
+            parameters = [each for encoder in encoders for each in encoder.parameters() if each.requires_grad]
+            model.kept = KeptTexts(parameters) if can_keep_texts(encoders) else None
         self._done = True
 
 

@@ -13,6 +13,8 @@ from smalti_migrate.onetrainer.layers import add_layers
 from smalti_migrate.rules import Found, Imported, Values, attempt, convert_options, source_text
 
 _ENCODERS = "text encoders are trained for SD 1, SD 2 and SDXL only, by an adapter"
+_SHIFTED_ALIKE = ("chroma", "sana", "sd3")
+"""Families whose times have `timestep_shift` at all sizes there, as those of DDPM: dynamic_timestep_shifting has no effect."""
 _STOPS = {"": 30, "_unit": "EPOCH"}
 _STOP_OPTIONS = dict(zip(("EPOCH", "STEP"), tables.STOPPED, strict=True))
 
@@ -220,12 +222,11 @@ def _timesteps(found: Values, family: str, result: Imported) -> None:
         result.add("snr_gamma", strength.read(number), f"{weight.place}, {strength.place}")
     elif str(weight.value) not in ("CONSTANT", "MIN_SNR_GAMMA"):
         result.leave(weight.place, "smalti has no such loss weight", fix="snr_gamma, or flow_weighting", value=weight.value)
-    if not family or family in DDPM_FAMILIES:
-        return
-    if found.on("dynamic_timestep_shifting"):
+    shift, noise = found.first("timestep_shift", default=1.0), not family or family in DDPM_FAMILIES
+    if found.on("dynamic_timestep_shifting") and family not in _SHIFTED_ALIKE and not noise:
         result.copy("flow_schedule_auto_shift", found["dynamic_timestep_shifting"], switch)
-    else:
-        result.copy("flow_schedule_shift", found.first("timestep_shift", default=1.0), number)
+    elif not noise or shift.read(number) != 1:
+        result.copy("flow_schedule_shift", shift, number)
     if family in ("flux", "flux2") and any(f"{part}.guidance_scale" in found for part in tables.PARTS):
         result.copy("flux_guidance_value", _of_part(found, "guidance_scale", default=1), number)
 

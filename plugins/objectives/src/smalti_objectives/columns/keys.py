@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PrivateAttr, ValidationInfo, model_validator
 
 from smalti.data import ColumnKeys, Folder
 
@@ -44,6 +44,20 @@ class MaskKeys(ColumnKeys):
         False,
         description="Images without a mask cannot be used. By default they are trained as a whole, and counted in a notice.",
     )
+
+    _leaves_out_empty: bool = PrivateAttr(False)
+
+    @model_validator(mode="after")
+    def _follow_options(self, info: ValidationInfo) -> Self:
+        option = info.context or (lambda name: None)
+        unused = option("mask_probability") == 1 and not option("prior_outside_mask")
+        self._leaves_out_empty = unused and option("mask_floor") == 0
+        return self
+
+    @property
+    def leaves_out_empty(self) -> bool:
+        """Whether nothing is trained of an image whose mask is black everywhere, so that it is no sample of a run."""
+        return self._leaves_out_empty
 
     @property
     def endings(self) -> tuple[str, ...]:

@@ -29,6 +29,7 @@ from smalti.data import (
     TransientStorageError,
     crop,
     open_image,
+    reading_threads,
     upright,
 )
 from smalti_objectives.columns.keys import MaskKeys
@@ -109,11 +110,13 @@ class Mask(Column):
         names, files = self._listed
         found = pc.index_in(stems(samples.column("key")), value_set=names)
         masks, sizes = pc.fill_null(files.column("key").take(found), ""), pc.fill_null(files.column("size").take(found), 0)
+        at, problems = samples.schema.get_field_index("problem"), samples.column("problem")
         if self._keys.mask_required and not self._keys.alpha_mask:
-            at, problems = samples.schema.get_field_index("problem"), samples.column("problem")
             missing = pc.and_(pc.equal(masks, ""), pc.equal(problems, ""))
             problems = pc.if_else(missing, f"no mask in {self._masks.location}", problems)
-            samples = samples.set_column(at, samples.schema.field(at), problems)
+        if self._keys.leaves_out_empty:
+            problems = self._without_empty(masks, problems)
+        samples = samples.set_column(at, samples.schema.field(at), problems)
         for field, values in zip(_FIELDS, (masks, sizes), strict=True):
             samples = samples.append_column(field, values)
         return samples
@@ -131,6 +134,32 @@ class Mask(Column):
         if not missing or self._keys.mask_required:
             return ()
         return (f"{start}; {'their opacity is the mask' if self._keys.alpha_mask else 'they are trained as a whole'}",)
+
+    def _without_empty(self, masks: pa.Array, problems: pa.Array) -> pa.Array:
+        """The problems of samples with these masks, and those of empty ones. Reads all masks; a broken one is none yet."""
+        import pyarrow.compute as pc
+
+        def is_empty(file: str) -> bool:
+            assert self._masks is not None, "it has fields"
+            try:
+                levels = brightness(self._masks.read(file)) if file else None
+                return levels is not None and levels.getextrema() == (self._empty, self._empty)
+            except TransientStorageError:
+                raise
+            except (StorageError, BadSampleError):
+                return False
+
+        with reading_threads() as pool:
+            empty = list(pool.map(is_empty, pc.if_else(pc.equal(problems, ""), masks, "").to_pylist()))
+        return pc.if_else(pa.array(empty, pa.bool_()), f"its mask cannot be used: {self._emptiness}", problems)
+
+    @property
+    def _empty(self) -> int:
+        return 255 if self._keys.mask_invert else 0
+
+    @property
+    def _emptiness(self) -> str:
+        return f"it is {'white' if self._keys.mask_invert else 'black'} everywhere, and mask_floor is 0"
 
     # --- in a visit -------------------------------------------------------------------------------------------------
 
@@ -160,6 +189,8 @@ class Mask(Column):
         elif self._keys.alpha_mask:
             scaled = scaled_mask(sample.read(), sample.size, framing.scaled, opacity=True)
         if scaled is not None:
+            if self._keys.leaves_out_empty and (scaled == self._empty).all():
+                raise BadSampleError(self._emptiness)
             means = block_means(framed(scaled, framing), framing.latents)
             return torch.from_numpy(255 - means if self._keys.mask_invert else means)[None]
         if self._keys.mask_required:
@@ -191,18 +222,24 @@ def scaled_mask(data: bytes, size: tuple[int, int], target: tuple[int, int], *, 
     None for the opacity of an image without any. `size` is that of the image to which the mask belongs. Raises BadSampleError
     for another aspect ratio than that, and for a file that cannot be read.
     """
+    if (levels := brightness(data, opacity=opacity)) is None:
+        return None
+    (width, height), (of_width, of_height) = levels.size, size
+    if abs(width * of_height - height * of_width) > of_width + of_height:  # more than rounding
+        raise BadSampleError(f"its size is {width}x{height}, not of the aspect ratio of the image, {of_width}x{of_height}")
+    return np.asarray(levels.resize(target, Image.Resampling.BOX))
+
+
+def brightness(data: bytes, *, opacity: bool = False) -> Image.Image | None:
+    """An upright image of 8 bits as `scaled_mask` scales it, with its results and errors."""
     with open_image(data) as image:
         if opacity and not image.has_transparency_data:
             return None
         try:
             turned = upright(image)
-            levels = turned.convert("RGBA").getchannel("A") if opacity else _eight_bits(turned).convert("L")
+            return turned.convert("RGBA").getchannel("A") if opacity else _eight_bits(turned).convert("L")
         except DECODING_ERRORS as error:
             raise BadSampleError(f"it is damaged: {error or type(error).__name__}") from error
-    (width, height), (of_width, of_height) = levels.size, size
-    if abs(width * of_height - height * of_width) > of_width + of_height:  # more than rounding
-        raise BadSampleError(f"its size is {width}x{height}, not of the aspect ratio of the image, {of_width}x{of_height}")
-    return np.asarray(levels.resize(target, Image.Resampling.BOX))
 
 
 def _eight_bits(image: Image.Image) -> Image.Image:

@@ -94,12 +94,7 @@ class History:
             case "metric":
                 self._measure_all(event, step or 0, float(when))
             case "eval":
-                loss = _number(event.get("loss"))
-                if loss is not None:
-                    self._measure("eval_loss", step or 0, float(when), loss)
-                levels = event.get("by_timestep")
-                named = {f"eval_loss/t={name}": loss for name, loss in levels.items()} if isinstance(levels, dict) else {}
-                self._measure_all(named, step or 0, float(when))
+                self._evaluated(event, step or 0, float(when))
             case "phase":
                 self._enter(str(event.get("phase", "")), event, float(when))
             case "state":
@@ -121,6 +116,17 @@ class History:
                 if kind == "health":
                     names = _texts(event, "fault", "message", "device", "host")
                     self.faults[str(event.get("uuid") or event.get("device") or "")] = names
+
+    def _evaluated(self, event: dict[str, Any], step: int, when: float) -> None:
+        """The curves have the names of the metrics: those of a loss with factors are named after them."""
+        factors = event.get("factors")
+        name = "/".join(["eval_loss", *(["+".join(map(str, factors))] if isinstance(factors, list) and factors else [])])
+        levels, plain = (each if isinstance(each := event.get(key), dict) else {} for key in ("by_timestep", "plain"))
+        finite = [loss for loss in map(_number, plain.values()) if loss is not None]
+        self._measure_all({name: event.get("loss")}, step, when)
+        self._measure_all({f"{name}/t={timestep}": loss for timestep, loss in levels.items()}, step, when)
+        self._measure_all({"eval_loss": sum(finite) / len(finite)} if finite else {}, step, when)
+        self._measure_all({f"eval_loss/t={timestep}": loss for timestep, loss in plain.items()}, step, when)
 
     def _step(self, event: dict[str, Any], step: int, when: float) -> None:
         self._measure_all(event, step, when)

@@ -127,7 +127,9 @@ def _text(kind: str, event: dict[str, Any]) -> tuple[str, str]:
         case "sample":
             return "info", f"generated {event.get('overview') or event.get('grid')}"
         case "eval":
-            return "info", f"loss {event.get('loss')} on held-out images"
+            factors = found if isinstance(found := event.get("factors"), list) else []
+            of = "".join(f" times {name}" for name in factors)
+            return "info", f"loss {event.get('loss')}{of} on held-out images"
         case "control_ack":
             return "info", f"{event.get('kind')} {'accepted' if event.get('accepted') else 'refused'}: {text}"
     rest = {name: value for name, value in event.items() if name not in ("type", "t", "step")}

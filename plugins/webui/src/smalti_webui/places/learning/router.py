@@ -11,7 +11,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from smalti_validation.command import read_both
+from smalti_validation.command import read_both, rising
 from smalti_validation.learning import TrainedImage
 from smalti_webui.places.datasets.catalog import Found
 from smalti_webui.places.datasets.images import is_addressable
@@ -41,7 +41,7 @@ def learning(request: Request, run_id: str) -> Response:
         request,
         "places/learning.html",
         learning=found,
-        rising={level.timestep for level in evaluated.levels if level.overfits} if evaluated else set(),
+        rising=rising(evaluated),
         least=_with_thumbnails(own, run_id, found.least[:_SHOWN]) if found else [],
         most=_with_thumbnails(own, run_id, found.most[:_SHOWN]) if found else [],
     )
