@@ -47,13 +47,21 @@ _FLOPS = {**flop_registry, torch.ops.aten._int_mm: flop_registry[torch.ops.aten.
 """torch's own, and products of int8, which it leaves out (torch 2.13)."""
 
 
-@dataclass(kw_only=True, eq=False)
+@dataclass(kw_only=True, eq=False, slots=True)
 class _Cell:
     """One storage: on the device or on the host, what it is for, its size."""
 
     on_host: bool
     kind: str
     size: int
+
+
+class _Watched(weakref.ref[torch.UntypedStorage]):
+    """A storage for as long as it lives; its address, which another may have after that, and its cell."""
+
+    __slots__ = ("address", "cell")
+    address: int
+    cell: _Cell
 
 
 @dataclass(kw_only=True)
@@ -89,7 +97,7 @@ class Ledger(TorchDispatchMode):
     def __init__(self, device: str, unit: int, known: Known | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._device, self._unit, self._known = device, unit, known
-        self._cells: weakref.WeakKeyDictionary[torch.UntypedStorage, _Cell] = weakref.WeakKeyDictionary()
+        self._cells: dict[int, _Watched] = {}
         self.held: Counter[str] = Counter()
         """Bytes by kind, now; "host" for all host memory."""
         self._total = 0
@@ -116,11 +124,12 @@ class Ledger(TorchDispatchMode):
         """The storages of these tensors are of this kind from now on."""
         for tensor in tensors:
             if tensor is not None:
-                self._see(tensor if type(tensor) is FakeTensor else tensor.detach(), kind)
+                local = getattr(tensor, "_local_tensor", tensor)
+                self._see(local if type(local) is FakeTensor else tensor.detach(), kind)
 
     def mark_rest(self, kind: str) -> None:
         """What is there on the device and has no other purpose is of this kind from now on."""
-        for cell in list(self._cells.values()):
+        for cell in [each.cell for each in list(self._cells.values())]:
             if not cell.on_host and cell.kind in _PASSING:
                 self._become(cell, kind)
 
@@ -139,8 +148,8 @@ class Ledger(TorchDispatchMode):
 
         def resize(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
             self._resize(storage, size)
-            if (cell := self._cells.get(storage)) is not None:
-                self._change(cell, self._rounded(storage.nbytes(), cell.on_host))
+            if (known := self._cells.get(storage._cdata)) is not None:
+                self._change(known.cell, self._rounded(storage.nbytes(), known.cell.on_host))
             return storage
 
         storage: Any = torch.UntypedStorage
@@ -187,17 +196,27 @@ class Ledger(TorchDispatchMode):
         if place not in (self._device, "cpu"):
             return
         storage = tensor.untyped_storage()
-        cell = self._cells.get(storage)
+        known = self._cells.get(storage._cdata)
         on_host = place != self._device
         size = self._rounded(storage.nbytes(), on_host)
-        if cell is None:
-            cell = _Cell(on_host=on_host, kind=_HOST if on_host else kind or self.kind, size=0)
-            self._cells[storage] = cell
-            weakref.finalize(storage, self._change, cell, 0).atexit = False
-        elif kind is not None and not cell.on_host and cell.kind != kind:
+        cell = self._begun(storage, on_host, kind or self.kind) if known is None else known.cell
+        if known is not None and kind is not None and not cell.on_host and cell.kind != kind:
             self._become(cell, kind)
         if size != cell.size:
             self._change(cell, size)
+
+    def _begun(self, storage: torch.UntypedStorage, on_host: bool, kind: str) -> _Cell:
+        cell = _Cell(on_host=on_host, kind=_HOST if on_host else kind, size=0)
+        watched = _Watched(storage, self._ended)
+        watched.address, watched.cell = storage._cdata, cell
+        self._cells[watched.address] = watched
+        return cell
+
+    def _ended(self, watched: weakref.ref[torch.UntypedStorage]) -> None:
+        assert isinstance(watched, _Watched)
+        self._change(watched.cell, 0)
+        if self._cells.get(watched.address) is watched:
+            del self._cells[watched.address]
 
     def _rounded(self, size: int, on_host: bool) -> int:
         return size if on_host else -(-size // self._unit) * self._unit
@@ -237,9 +256,9 @@ class Ledger(TorchDispatchMode):
         tensors = [each for each in tree_iter((args, kwargs, made)) if isinstance(each, Tensor)]
         name = _COLLECTIVES.get(func._opname)
         for tensor in tensors:
-            cell = self._cells.get(getattr(tensor, "_local_tensor", tensor).untyped_storage())
-            if cell is not None and not cell.on_host and cell.kind in _PASSING:
-                self._become(cell, "gathered")
+            known = self._cells.get(getattr(tensor, "_local_tensor", tensor).untyped_storage()._cdata)
+            if known is not None and not known.cell.on_host and known.cell.kind in _PASSING:
+                self._become(known.cell, "gathered")
         if name == "reduce_scatter" and func._opname == "_reduce_scatter_base_":
             self._see(args[0], "gradients")
             if self._device == "cpu":  # gloo reduces a copy of the whole input

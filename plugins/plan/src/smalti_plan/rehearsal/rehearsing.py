@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from contextlib import ExitStack
 from dataclasses import fields
 from typing import Literal, cast
@@ -39,6 +40,7 @@ class Rehearsing:
     def through(self) -> Rehearsal:
         """Build, train, save and validate. Raises what the run would raise."""
         request, config, plugins = self._request, self._config, self._plugins
+        gc.freeze()  # modules that are imported are most of what garbage is looked for in
         cluster.join(request.rank, request.ranks, local=request.local)
         fake_tensors.install()
         attention.install()
