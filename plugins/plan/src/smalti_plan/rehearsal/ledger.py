@@ -13,9 +13,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 from torch.utils.flop_counter import flop_registry
+
+from smalti_plan.rehearsal.known import Costs, Known
 
 _COLLECTIVES = {
     "_allgather_base_": "all_gather",
@@ -37,19 +40,28 @@ _COLLECTIVES = {
 }
 _BUFFERS = ("c10d", "_c10d_functional", "fsdp")
 """Namespaces of the operations whose tensors are gathered, sent or received."""
+_DEVICE = torch.ops.prim.device.default
 _PASSING = frozenset(("activations", "temporaries"))
 _HOST = "host"
 _FLOPS = {**flop_registry, torch.ops.aten._int_mm: flop_registry[torch.ops.aten.mm]}
 """torch's own, and products of int8, which it leaves out (torch 2.13)."""
 
 
-@dataclass(kw_only=True, eq=False)
+@dataclass(kw_only=True, eq=False, slots=True)
 class _Cell:
     """One storage: on the device or on the host, what it is for, its size."""
 
     on_host: bool
     kind: str
     size: int
+
+
+class _Watched(weakref.ref[torch.UntypedStorage]):
+    """A storage for as long as it lives; its address, which another may have after that, and its cell."""
+
+    __slots__ = ("address", "cell")
+    address: int
+    cell: _Cell
 
 
 @dataclass(kw_only=True)
@@ -78,13 +90,14 @@ class Counted:
 class Ledger(TorchDispatchMode):
     """Watches all operations inside of it. `device` is the kind that counts as device memory, "cpu" for ranks on the CPU.
 
-    New storages count as `kind` until they are marked as something else. Sizes are rounded up to `unit`.
+    New storages count as `kind` until they are marked as something else. Sizes are rounded up to `unit`. Operations that are
+    `known` are not computed.
     """
 
-    def __init__(self, device: str, unit: int) -> None:
+    def __init__(self, device: str, unit: int, known: Known | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._device, self._unit = device, unit
-        self._cells: weakref.WeakKeyDictionary[torch.UntypedStorage, _Cell] = weakref.WeakKeyDictionary()
+        self._device, self._unit, self._known = device, unit, known
+        self._cells: dict[int, _Watched] = {}
         self.held: Counter[str] = Counter()
         """Bytes by kind, now; "host" for all host memory."""
         self._total = 0
@@ -111,11 +124,12 @@ class Ledger(TorchDispatchMode):
         """The storages of these tensors are of this kind from now on."""
         for tensor in tensors:
             if tensor is not None:
-                self._see(tensor.detach(), kind)
+                local = getattr(tensor, "_local_tensor", tensor)
+                self._see(local if type(local) is FakeTensor else tensor.detach(), kind)
 
     def mark_rest(self, kind: str) -> None:
         """What is there on the device and has no other purpose is of this kind from now on."""
-        for cell in list(self._cells.values()):
+        for cell in [each.cell for each in list(self._cells.values())]:
             if not cell.on_host and cell.kind in _PASSING:
                 self._become(cell, kind)
 
@@ -134,8 +148,8 @@ class Ledger(TorchDispatchMode):
 
         def resize(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
             self._resize(storage, size)
-            if (cell := self._cells.get(storage)) is not None:
-                self._change(cell, self._rounded(storage.nbytes(), cell.on_host))
+            if (known := self._cells.get(storage._cdata)) is not None:
+                self._change(known.cell, self._rounded(storage.nbytes(), known.cell.on_host))
             return storage
 
         storage: Any = torch.UntypedStorage
@@ -149,12 +163,23 @@ class Ledger(TorchDispatchMode):
         super().__exit__(*error)  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is _DEVICE:  # C++ asks so half of all calls
+            return args[0].device
         kwargs = kwargs or {}
-        made = func(*args, **kwargs)
-        if func.namespace in _BUFFERS:
-            self._exchanged(func, args, kwargs, made)
-        elif not func.is_view:
-            self._computed(func, args, kwargs, made)
+        known = self._known
+        key, tensors = (None, []) if known is None else known.key_of(func, args, kwargs)
+        if known is not None and key is not None and (entry := known.get(key, tensors)) is not None:
+            made = known.again(entry, tensors)
+            self._count(entry.costs)
+        else:
+            made = func(*args, **kwargs)
+            costs = Costs()
+            if func.namespace in _BUFFERS:
+                self._exchanged(func, args, kwargs, made)
+            elif not func.is_view:
+                self._count(costs := self._costs(func, args, kwargs, made))
+            if known is not None and key is not None and known.key_of(func, args, kwargs)[0] == key:
+                known.learn(key, tensors, made, costs)
         if isinstance(made, Tensor):
             self._see(made)
         elif made is not None:
@@ -171,17 +196,27 @@ class Ledger(TorchDispatchMode):
         if place not in (self._device, "cpu"):
             return
         storage = tensor.untyped_storage()
-        cell = self._cells.get(storage)
+        known = self._cells.get(storage._cdata)
         on_host = place != self._device
         size = self._rounded(storage.nbytes(), on_host)
-        if cell is None:
-            cell = _Cell(on_host=on_host, kind=_HOST if on_host else kind or self.kind, size=0)
-            self._cells[storage] = cell
-            weakref.finalize(storage, self._change, cell, 0).atexit = False
-        elif kind is not None and not cell.on_host and cell.kind != kind:
+        cell = self._begun(storage, on_host, kind or self.kind) if known is None else known.cell
+        if known is not None and kind is not None and not cell.on_host and cell.kind != kind:
             self._become(cell, kind)
         if size != cell.size:
             self._change(cell, size)
+
+    def _begun(self, storage: torch.UntypedStorage, on_host: bool, kind: str) -> _Cell:
+        cell = _Cell(on_host=on_host, kind=_HOST if on_host else kind, size=0)
+        watched = _Watched(storage, self._ended)
+        watched.address, watched.cell = storage._cdata, cell
+        self._cells[watched.address] = watched
+        return cell
+
+    def _ended(self, watched: weakref.ref[torch.UntypedStorage]) -> None:
+        assert isinstance(watched, _Watched)
+        self._change(watched.cell, 0)
+        if self._cells.get(watched.address) is watched:
+            del self._cells[watched.address]
 
     def _rounded(self, size: int, on_host: bool) -> int:
         return size if on_host else -(-size // self._unit) * self._unit
@@ -221,9 +256,9 @@ class Ledger(TorchDispatchMode):
         tensors = [each for each in tree_iter((args, kwargs, made)) if isinstance(each, Tensor)]
         name = _COLLECTIVES.get(func._opname)
         for tensor in tensors:
-            cell = self._cells.get(getattr(tensor, "_local_tensor", tensor).untyped_storage())
-            if cell is not None and not cell.on_host and cell.kind in _PASSING:
-                self._become(cell, "gathered")
+            known = self._cells.get(getattr(tensor, "_local_tensor", tensor).untyped_storage()._cdata)
+            if known is not None and not known.cell.on_host and known.cell.kind in _PASSING:
+                self._become(known.cell, "gathered")
         if name == "reduce_scatter" and func._opname == "_reduce_scatter_base_":
             self._see(args[0], "gradients")
             if self._device == "cpu":  # gloo reduces a copy of the whole input
@@ -234,18 +269,24 @@ class Ledger(TorchDispatchMode):
             self.counts.traffic[key] += max(tensor.numel() * tensor.element_size() for tensor in tensors)
             self.counts.messages[key] += 1
 
-    def _computed(self, func: Any, args: Any, kwargs: Any, made: Any) -> None:
-        packet = func._overloadpacket
-        count = _FLOPS.get(packet)
+    def _costs(self, func: Any, args: Any, kwargs: Any, made: Any) -> Costs:
+        count = _FLOPS.get(func._overloadpacket)
         first = next((each for each in tree_iter(args) if isinstance(each, Tensor)), None)
+        kind, flops, touched = None, 0, 0
         if count is not None and first is not None:
-            key = (_class_of(func._schema.name), str(first.dtype).removeprefix("torch."))
-            self.counts.flops[key] += int(count(*args, **kwargs, out_val=made))
-            self.counts.calls[key] += 1
+            kind = _class_of(func._schema.name), str(first.dtype).removeprefix("torch.")
+            flops = int(count(*args, **kwargs, out_val=made))
         if func.namespace == "aten" and "empty" not in func._opname:
             for each in tree_iter((args, made)):
                 if isinstance(each, Tensor) and each.device.type == self._device:
-                    self.counts.touched += each.numel() * each.element_size()
+                    touched += each.numel() * each.element_size()
+        return Costs(kind=kind, flops=flops, touched=touched)
+
+    def _count(self, costs: Costs) -> None:
+        self.counts.touched += costs.touched
+        if costs.kind is not None:
+            self.counts.flops[costs.kind] += costs.flops
+            self.counts.calls[costs.kind] += 1
 
 
 def _class_of(name: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from contextlib import ExitStack
 from dataclasses import fields
 from typing import Literal, cast
@@ -19,6 +20,7 @@ from smalti_plan.largest_bucket import largest_bucket
 from smalti_plan.records import MemoryParts, Operations, PhasePeak, Rehearsal, Traffic
 from smalti_plan.rehearsal import attention, cluster, fake_tensors, replicas
 from smalti_plan.rehearsal.devices import python_backend
+from smalti_plan.rehearsal.known import Known
 from smalti_plan.rehearsal.ledger import Counted, Ledger
 from smalti_plan.rehearsal.request import Request
 from smalti_plan.rehearsal.stage import Stage
@@ -38,6 +40,7 @@ class Rehearsing:
     def through(self) -> Rehearsal:
         """Build, train, save and validate. Raises what the run would raise."""
         request, config, plugins = self._request, self._config, self._plugins
+        gc.freeze()  # modules that are imported are most of what garbage is looked for in
         cluster.join(request.rank, request.ranks, local=request.local)
         fake_tensors.install()
         attention.install()
@@ -48,7 +51,7 @@ class Rehearsing:
         pins_memory(kind)  # which fake memory would always be
         mode = fake_tensors.RehearsalMode()
         with dry_run():
-            stage = self._opened(open_parallel(plan, config), plan)
+            stage = self._opened(open_parallel(plan, config), plan, Known(mode))
             with mode, stage.ledger:
                 for self.phase, act in (
                     ("encoding", stage.encode),
@@ -60,10 +63,10 @@ class Rehearsing:
                     act()
                 return self._record(stage)
 
-    def _opened(self, parallel: Parallel, plan: DistributedPlan) -> Stage:
+    def _opened(self, parallel: Parallel, plan: DistributedPlan, known: Known) -> Stage:
         request, config = self._request, self._config
         kind = torch.device(parallel.world.device).type
-        ledger = Ledger(kind, _ALLOCATION_UNIT if kind != "cpu" else 1)
+        ledger = Ledger(kind, _ALLOCATION_UNIT if kind != "cpu" else 1, known)
         replicas.install(lambda: ledger.counting(ledger.phase, "gradients"))
         family = find_family(config, self._plugins)
         bucket = largest_bucket(config, self._plugins, family.alignment).bucket

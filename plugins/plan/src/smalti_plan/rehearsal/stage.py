@@ -20,7 +20,7 @@ from smalti.config import (
     TrainingOptions,
 )
 from smalti.data import Bucket, Encoded, Loader
-from smalti.models import ModelFamily, Weights, without_weights
+from smalti.models import ModelFamily, Weights
 from smalti.parallel import Communicator, FailureDetector, GlooCommunicator, Parallel, ProcessGroupParallel, named_state
 from smalti.plugins import Plugins
 from smalti.rundir import Ownership
@@ -35,16 +35,27 @@ _ALIGNMENT = 64
 
 
 class ShapeWeights:
-    """`Weights` with the shapes and types of a model, and any values."""
+    """`Weights` with the shapes and types of the model that a family builds first, and any values."""
 
-    def __init__(self, model: nn.Module) -> None:
-        self._like = {**dict(model.named_parameters(remove_duplicate=False)), **model.state_dict()}
+    def __init__(self, family: ModelFamily) -> None:
+        self._family: Any = family
+        self._own = family.build_model
+        self._like: dict[str, tuple[torch.Size, torch.dtype]] = {}
+        self._family.build_model = self._build
+
+    def _build(self) -> nn.Module:
+        del self._family.build_model
+        model = self._own()
+        named = {**dict(model.named_parameters(remove_duplicate=False)), **model.state_dict()}
+        self._like = {name: (tensor.shape, tensor.dtype) for name, tensor in named.items()}
+        return model
 
     def names(self) -> Iterator[str]:
         return iter(self._like)
 
     def get(self, name: str) -> Tensor:
-        return torch.empty(self._like[name].shape, dtype=self._like[name].dtype)
+        shape, dtype = self._like[name]
+        return torch.empty(shape, dtype=dtype)
 
 
 @dataclass(kw_only=True)
@@ -107,8 +118,7 @@ class Stage:
         data = one_bucket(self.bucket, micro * accumulation * world.data_size)
         texts = self.samples.texts
         if (weights := self.weights) is None:
-            with without_weights():
-                weights = ShapeWeights(self.family.build_model())
+            weights = ShapeWeights(self.family)
         detector, state = FailureDetector(processes=()), RunState(max_steps=0, check_before_step=True)
         context = Context.of(config, self.plugins, self.plan, self.parallel, detector, state)
         context.periodic = periodic_work(config, self.plugins)
@@ -127,6 +137,7 @@ class Stage:
             run.finish_step = lambda batch, result: None  # type: ignore[method-assign]
             self._mark_state()
         hook_gradients(run.parallel.unwrap(run.model), lambda gradient: self.ledger.mark([gradient], "gradients"))
+        gc.freeze()  # the model stays: there is nothing in it to look for
         self._first_state()
 
     def step(self) -> None:
