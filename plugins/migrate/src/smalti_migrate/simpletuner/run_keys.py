@@ -97,6 +97,7 @@ RUN_KEYS: Mapping[str, Rule] = {
     "dynamo_use_regional_compilation": ignored("blocks are compiled one by one", True),
     "dynamo_fullgraph": ignored("blocks are compiled one by one", False),
     "dynamo_dynamic": ignored("each shape is compiled, up to 16", False),
+    "find_unused_parameters": ignored("every parameter that trains has a gradient"),
     "i_know_what_i_am_doing": ignored("no option needs it"),
     "configs_dir": ignored("the configuration is the file that is given"),
     "merge_environment_config": ignored("the configuration is the file that is given"),
