@@ -64,8 +64,9 @@ def test_a_negative_prompt_is_what_the_pipeline_makes_of_it(family_of, kind):
     model = model_of(family)
     mine, plain = sampled(family, model, negative_prompts=NEGATIVE), sampled(family, model)
     theirs = of_pipeline(family, kind, **argument)
-    torch.testing.assert_close(mine, theirs, atol=1e-5, rtol=0)
-    torch.testing.assert_close(plain, of_pipeline(family, kind), atol=1e-5, rtol=0)
+    near = 2 / 255 + 1e-5 if kind == "cosmos" else 1e-5  # whose pipeline cuts images to 8 bits for its guardrail
+    torch.testing.assert_close(mine, theirs, atol=near, rtol=0)
+    torch.testing.assert_close(plain, of_pipeline(family, kind), atol=near, rtol=0)
     assert not torch.allclose(mine[0], plain[0], atol=1e-4)
     assert torch.allclose(mine[1], plain[1], atol=1e-4) is (kind != "sdxl")  # whose pipeline has zeros only for none
     mixed = sampled(family, model, negative_prompts=(NEGATIVE[0], None))

@@ -27,7 +27,10 @@ _PRECISIONS: Mapping[str, tuple[object, str]] = {
     "fp8wo-torchao": ("fp8-torchao", ""),
     "fp8-sdnq": ("fp8-torchao", "8 bits of torchao"),
 }
-_FAMILIES: Mapping[str, tuple[object, str]] = {"pixart_sigma": ("pixart", ""), "pixart-sigma": ("pixart", "")}
+_FAMILIES: Mapping[str, tuple[object, str]] = {
+    **dict.fromkeys(("pixart_sigma", "pixart-sigma"), ("pixart", "")),
+    "cosmos2image": ("cosmos", ""),
+}
 
 MODEL_KEYS: Mapping[str, Rule] = {
     # The model and its parts

@@ -127,7 +127,7 @@ PREFIXES: Mapping[str, Rule] = {
     "nextlat_": ignored("NextLat is not supported"),
     "lyrics_embedder_": ignored("it is for audio"),
     "acestep_": ignored("it is for audio"),
-    "cosmos_": ignored("the model family is not supported"),
+    "cosmos_": ignored("it is for another model of Cosmos"),
     "cosmos3_": ignored("the model family is not supported"),
     "hidream_": ignored("the model family is not supported"),
     "ideogram_": ignored("the model family is not supported"),
