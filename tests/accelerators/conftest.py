@@ -27,6 +27,7 @@ PIPELINE_MODULES = {
     "anima": "diffusers.modular_pipelines.anima",
     "auraflow": "diffusers.pipelines.aura_flow.pipeline_aura_flow",
     "chroma": "diffusers.pipelines.chroma.pipeline_chroma",
+    "cosmos": "diffusers.pipelines.cosmos.pipeline_cosmos2_text2image",
     "ernie": "diffusers.pipelines.ernie_image.pipeline_ernie_image",
     "flux": "diffusers.pipelines.flux.pipeline_flux",
     "flux2": "diffusers.pipelines.flux2.pipeline_flux2_klein",

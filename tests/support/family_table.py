@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "reference" / "families.md"
 TESTS = (
     *("test_families", "test_sdxl", "test_sd1x", "test_validation_images", "test_single_file", "test_single_file_export"),
-    *("test_adapter_formats", "test_exact_sizes", "test_modular_families"),
+    *("test_adapter_formats", "test_cosmos", "test_exact_sizes", "test_modular_families"),
 )
 """Modules with tests that compare. A test of the page finds those that are missing here."""
 HEAD = """# Families and what is compared

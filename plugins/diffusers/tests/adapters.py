@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import kinds
 import tiny
 import torch
 from diffusers import DiffusionPipeline, ModularPipeline
@@ -28,7 +29,7 @@ from smalti_testing.strategies import SingleRank
 
 RANK, ALPHA = 4, 6.0
 FAMILIES = (
-    *("anima", "auraflow", "chroma", "ernie", "flux", "flux2", "lumina2", "pixart", "qwen_image"),
+    *("anima", "auraflow", "chroma", "cosmos", "ernie", "flux", "flux2", "lumina2", "pixart", "qwen_image"),
     *("sana", "sd1x", "sd2x", "sd3", "sdxl", "z_image"),
 )
 
@@ -36,7 +37,7 @@ FAMILIES = (
 def opened(folder: Path) -> DiffusionPipeline | ModularPipeline:
     """A pipeline with all of its parts, by diffusers."""
     if not (folder / "modular_model_index.json").is_file():
-        return DiffusionPipeline.from_pretrained(folder)
+        return kinds.opened(folder)
     pipeline = ModularPipeline.from_pretrained(folder)
     pipeline.load_components()
     return pipeline
@@ -84,7 +85,7 @@ class Adapter:
     def predict(self, model) -> torch.Tensor:
         if model is not self.model and self.subject.family.name == "qwen_image":
             mask_aside(model)  # as those that the family builds
-        if self.subject.family.name == "anima":
+        if self.subject.family.name in ("anima", "cosmos"):
             without_padding(model)
         noisy = torch.randn(self.subject.latents.shape, generator=torch.Generator().manual_seed(0))
         with torch.no_grad():

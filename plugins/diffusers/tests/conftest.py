@@ -1,12 +1,15 @@
 """A data set of a few pictures, and real runs on tiny pipelines."""
 
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 import torch
 from adapters import Adapter, make_adapter
+from diffusers.models.transformers import transformer_cosmos
 from kinds import EVERY
 from pictured import PROMPT
+from torch.nn.functional import interpolate
 
 from smalti.config.resolution import resolve
 from smalti.plugins.discovery import load_plugins
@@ -59,6 +62,25 @@ def train(pictures):
         return warm_processes().train(words, {"HF_HOME": str(directory.parent / "hf"), "SMALTI_CONTEXT_PARALLEL_ON_CPU": "1"})
 
     return start
+
+
+class Transforms:
+    """What diffusers' own transformer takes from torchvision, for a mask that is the same everywhere."""
+
+    InterpolationMode = type("InterpolationMode", (), {"NEAREST": "nearest"})
+
+    class functional:  # noqa: N801
+        @staticmethod
+        def resize(mask, size, interpolation):
+            return interpolate(mask, size, mode=interpolation)
+
+
+@pytest.fixture(scope="module")
+def torchvision():
+    with pytest.MonkeyPatch.context() as patch:
+        if find_spec("torchvision") is None:
+            patch.setattr(transformer_cosmos, "transforms", Transforms, raising=False)
+        yield
 
 
 @pytest.fixture(scope="session")

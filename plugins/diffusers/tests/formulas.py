@@ -150,6 +150,9 @@ def anima(c, n, m):
     return ends + once + last + c.num_layers * (own + across + modulation + 2 * linear(n, d, int(c.mlp_ratio * d)))
 
 
+cosmos = anima
+
+
 def sdxl(c, h, w, m):
     widths, time = c.block_out_channels, 4 * c.block_out_channels[0]
     depths = [0 if "CrossAttn" not in kind else own for kind, own in zip(c.down_block_types, depths_of(c), strict=True)]

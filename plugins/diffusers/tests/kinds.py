@@ -1,6 +1,7 @@
 """The kinds of pipelines that are tried, and how each is called otherwise than by its defaults."""
 
 import tiny
+from diffusers import DiffusionPipeline
 
 from smalti_diffusers.families.tokens import pack
 
@@ -22,9 +23,10 @@ MAKERS = {
     "qwen image": ("qwen_image", tiny.qwen_image, {}),
     "z image": ("z_image", tiny.z_image, {}),
 }
-# Whose model is no transformer too, and modular pipelines.
+# Whose model is no transformer too, modular pipelines, and one that counts noise otherwise.
 EVERY = MAKERS | {
     "anima": ("anima", tiny.anima, {}),
+    "cosmos": ("cosmos", tiny.cosmos, {}),
     "sd1x": ("sd1x", tiny.sd1x, {}),
     "sd2x": ("sd2x", tiny.sd2x, {}),
     "sdxl": ("sdxl", tiny.sdxl, {}),
@@ -46,7 +48,14 @@ TOLD = {
     "sana": {"use_resolution_binning": False},
     "qwen image": {"true_cfg_scale": GUIDANCE, "negative_prompt": [" "] * len(PROMPTS)},
     "z image": {"guidance_scale": GUIDANCE - 1},
+    "cosmos": {"negative_prompt": EMPTY},
 }
+
+
+def opened(folder):
+    """The pipeline in a folder; that of Cosmos without its guardrail."""
+    more = {"safety_checker": tiny.NoGuardrail()} if "Cosmos2" in (folder / "model_index.json").read_text() else {}
+    return masked(DiffusionPipeline.from_pretrained(folder, **more))
 
 
 def masked(pipeline):

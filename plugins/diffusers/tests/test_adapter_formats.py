@@ -10,7 +10,6 @@ from compared import compares
 from diffusers import (
     ChromaTransformer2DModel,
     CosmosTransformer3DModel,
-    DiffusionPipeline,
     FluxPipeline,
     FluxTransformer2DModel,
     Lumina2Transformer2DModel,
@@ -61,13 +60,13 @@ def test_load_lora_weights_reads_the_file_with_the_strength_of_the_run(adapter, 
     assert (expected - before).norm() > 100 * (expected - found).norm()
 
 
-@compares("formats of adapters", ["pixart", "sdxl"], "peft")
-@pytest.mark.parametrize("name", ["pixart", "sdxl"])
+@compares("formats of adapters", ["cosmos", "pixart", "sdxl"], "peft")
+@pytest.mark.parametrize("name", some(("cosmos", "pixart", "sdxl"), "pixart", "sdxl"))
 def test_peft_reads_its_own_format(adapter, tmp_path, name):
     from peft import PeftModel
 
     made = adapter(name)
-    base = DiffusionPipeline.from_pretrained(made.base).components[made.subject.family.part]
+    base = opened(made.base).components[made.subject.family.part]
     loaded = PeftModel.from_pretrained(base, made.export(tmp_path / "style", format="peft"))
     torch.testing.assert_close(made.predict(loaded.base_model.model), made.predict(made.model), atol=1e-4, rtol=0)
 

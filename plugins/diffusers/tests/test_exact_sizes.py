@@ -14,6 +14,7 @@ from smalti.models import dry_run
 from smalti_diffusers.families.anima import Anima
 from smalti_diffusers.families.auraflow import AuraFlow
 from smalti_diffusers.families.chroma import Chroma
+from smalti_diffusers.families.cosmos import Cosmos
 from smalti_diffusers.families.ernie import Ernie
 from smalti_diffusers.families.flux import Flux
 from smalti_diffusers.families.flux2 import Flux2
@@ -50,6 +51,8 @@ MODELS = {
     "qwen image": (QwenImage, "image"),
     "z image": (ZImage, "turbo"),
     "anima": (Anima, "base-1.0"),
+    "cosmos 2b": (Cosmos, "2b"),
+    "cosmos 14b": (Cosmos, "14b"),
     "sd 1.5": (StableDiffusion1, "1.5"),
     "sd 2.1": (StableDiffusion2, "2.1"),
     "sdxl": (Sdxl, "base-1.0"),
@@ -67,6 +70,7 @@ KEPT = (
     "qwen image",
     "z image",
     "anima",
+    "cosmos 14b",
 )
 """One of each family."""
 PARAMETERS = {
@@ -87,6 +91,8 @@ PARAMETERS = {
     "qwen image": 20_430_401_088,
     "z image": 6_154_908_736,
     "anima": 1_956_405_248,
+    "cosmos 2b": 1_956_405_248,
+    "cosmos 14b": 14_265_265_152,
     "sd 1.5": 859_520_964,
     "sd 2.1": 865_910_724,
     "sdxl": 2_567_463_684,

@@ -8,6 +8,7 @@ import tiny
 import torch
 from click.testing import CliRunner
 from diffusers import DiffusionPipeline, FluxTransformer2DModel
+from kinds import opened
 from pictured import difference
 from safetensors.torch import load_file
 from tiny import flux
@@ -32,7 +33,7 @@ from smalti_testing.family_subject import CAPTIONS, SIZE, FamilySubject
 from smalti_testing.strategies import SingleRank
 from smalti_validation.png import image_settings
 
-IN_PROCESS = ("auraflow", "chroma", "ernie", "flux2", "lumina2", "qwen_image", "z_image")
+IN_PROCESS = ("auraflow", "chroma", "cosmos", "ernie", "flux2", "lumina2", "qwen_image", "z_image")
 """Families that are trained and exported here in this process; Flux is, too, but as a user does it."""
 
 
@@ -176,6 +177,7 @@ def trained(family, subject):
     return model.requires_grad_(False), kept, losses
 
 
+@pytest.mark.usefixtures("torchvision")
 @pytest.mark.parametrize("name", IN_PROCESS)
 def test_any_family_learns_and_its_exported_pipeline_draws_what_it_drew(tmp_path, name):
     def family_over(folder):
@@ -190,6 +192,6 @@ def test_any_family_learns_and_its_exported_pipeline_draws_what_it_drew(tmp_path
     saved = save(tmp_path, Snapshot(step=1, state=PortableState(model=kept)), SingleRank())
     tensors = TrainedWeights(OwnCheckpoint(saved.path), use_ema=False, precision=None)
     family.export(NewExport(tmp_path / "made", tensors, None, lambda done, total: None))
-    exported = DiffusionPipeline.from_pretrained(tmp_path / "made")
+    exported = opened(tmp_path / "made")
     drawn = FamilySubject(family_over(tmp_path / "made")).sample(exported.components[family.part], CAPTIONS[:1], (5,))
     torch.testing.assert_close(drawn, subject.sample(model, CAPTIONS[:1], (5,)), atol=1e-5, rtol=0)

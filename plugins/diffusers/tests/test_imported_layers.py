@@ -8,7 +8,7 @@ from functools import cache
 import diffusers
 import pytest
 import torch
-from published import PUBLISHED
+from published import PUBLISHED, UNETS
 from torch import nn
 
 from smalti.plugins.discovery import load_plugins
@@ -20,17 +20,21 @@ from smalti_migrate.importing import import_files
 
 RANK = 16
 KOHYA = {
+    "sd1x": (192, 6_782_976, 192, 6_782_976),
+    "sd2x": (192, 6_914_048, 192, 6_914_048),
     "sdxl": (722, 42_557_440, 722, 42_557_440),
     "flux": (494, 85_917_696, 304, 76_578_816),
+    "chroma": (418, 65_372_160, 228, 56_033_280),
     "sd3": (333, 29_097_984, 237, 26_738_688),
     "lumina2": (240, 28_640_256, 180, 26_428_416),
     "anima": (280, 22_937_600, 280, 22_937_600),
 }
-"""Layers and parameters of an adapter, here and there. But for SDXL, query, key and value are one layer there."""
+"""Layers and parameters of an adapter, here and there. But for U-Nets, query, key and value are one layer there."""
 LAST = "transformer_blocks.23.norm1_context.linear"
 """A layer of SD 3 whose rows are in another order in the original model, so that `original_layers` has none for it."""
 KOHYA_BLOCKS = {
-    "sdxl": ("Transformer2DModel",),
+    **dict.fromkeys(UNETS, ("Transformer2DModel",)),
+    "chroma": ("ChromaTransformerBlock", "ChromaSingleTransformerBlock"),
     "flux": ("FluxTransformerBlock", "FluxSingleTransformerBlock"),
     "sd3": ("JointTransformerBlock",),
     "lumina2": ("Lumina2TransformerBlock", "LuminaLayerNormContinuous"),
@@ -38,6 +42,10 @@ KOHYA_BLOCKS = {
 }
 """The classes of diffusers in which sd-scripts adapts every linear layer. Of Lumina 2 it has the last layer too."""
 AI_TOOLKIT = {
+    "sd1x": (192, 6_782_976),
+    "sd2x": (192, 6_914_048),
+    "chroma": (418, 65_372_160),
+    "ernie": (252, 47_185_920),
     "sdxl": (722, 42_557_440),
     "flux": (494, 85_917_696),
     "flux2": (100, 24_084_480),
@@ -49,9 +57,13 @@ AI_TOOLKIT = {
     "z_image": (240, 42_516_480),
     "anima": (448, 34_635_776),
 }
-AI_TOOLKIT_BLOCKS = {"lumina2": ("layers.", "noise_refiner.", "context_refiner."), "z_image": ("layers",), "auraflow": ("",)}
-"""Parts of the names of layers; `attentions` of SDXL, `transformer_blocks` of all others."""
+AI_TOOLKIT_BLOCKS = {"lumina2": ("layers.", "noise_refiner.", "context_refiner."), "auraflow": ("",)}
+AI_TOOLKIT_BLOCKS |= dict.fromkeys(UNETS, ("attentions",)) | dict.fromkeys(("ernie", "z_image"), ("layers",))
+"""Parts of the names of layers; `transformer_blocks` of all others."""
+ARCHITECTURES = {"z_image": "zimage", "sd1x": "sd1", "sd2x": "sd2", "ernie": "ernie_image"}
 ONETRAINER = {
+    "sd1x": ("STABLE_DIFFUSION_15", 282),
+    "sd2x": ("STABLE_DIFFUSION_21_BASE", 282),
     "sdxl": ("STABLE_DIFFUSION_XL_10_BASE", 794),
     "sd3": ("STABLE_DIFFUSION_35", 341),
     "flux": ("FLUX_DEV_1", 504),
@@ -102,17 +114,19 @@ def imported(schema, tmp_path):
 
 
 def kohya(family, **arguments):
-    script = {"lumina2": "lumina"}.get(family, family)
-    module = "networks.lora" if family == "sdxl" else f"networks.lora_{script}"
+    name = {"lumina2": "lumina", "chroma": "flux"}.get(family, family)
+    module = "networks.lora" if family in UNETS else f"networks.lora_{name}"
+    script = "train_network.py" if family in ("sd1x", "sd2x") else f"{name}_train_network.py"
+    script += {"sd2x": " --v2", "chroma": " --model_type=chroma --apply_t5_attn_mask"}.get(family, "")
     words = " ".join(f"{key}={value}" for key, value in arguments.items())
     return (
-        f"accelerate launch {script}_train_network.py --network_module={module} --network_dim={RANK} --network_alpha=1 "
+        f"accelerate launch {script} --network_module={module} --network_dim={RANK} --network_alpha=1 "
         f"--network_train_unet_only --model_prediction_type=raw --network_args {words}"
     )
 
 
 def ai_toolkit(family, **network):
-    arch = "zimage" if family == "z_image" else family
+    arch = ARCHITECTURES.get(family, family)
     process = {"type": "sd_trainer", "network": {"type": "lora", "linear": RANK, **network}, "model": {"arch": arch}}
     return {"job": "extension", "config": {"name": "x", "process": [process]}}
 
@@ -127,10 +141,15 @@ def layers(model):
     return {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear | nn.Conv2d)}
 
 
+def is_linear(module):
+    """A convolution of 1x1 is taken as linear by sd-scripts and ai-toolkit."""
+    return getattr(module, "kernel_size", (1, 1)) == (1, 1)
+
+
 def linear(model, *classes):
     """Names of linear layers in modules of these classes."""
     roots = tuple(f"{name}." for name, module in model.named_modules() if type(module).__name__ in classes)
-    return {name for name, module in layers(model).items() if type(module) is nn.Linear and name.startswith(roots)}
+    return {name for name, module in layers(model).items() if is_linear(module) and name.startswith(roots)}
 
 
 def adapted(values, model):
@@ -184,6 +203,16 @@ CHOICES = {
         "flux",
         {"train_double_block_indices": "0,18", "img_mod_dim": 0, "txt_mod_dim": 0, "single_dim": 0},
         "double_blocks_(0|18)_(img|txt)_(attn|mlp)|single_blocks_[0-9]+_modulation",
+    ),
+    "chroma": (
+        "chroma",
+        {"in_dims": "[16,0,0,0,16]", "single_dim": 0, "img_mlp_dim": 0},
+        "double_blocks_[0-9]+_(txt|img_attn)|unet_(img|txt)_in",
+    ),
+    "sd1x convolutions": (
+        "sd1x",
+        {"conv_dim": RANK, "conv_alpha": 1},
+        "transformer_blocks|proj_(in|out)|in_layers|out_layers|emb_layers|skip_connection|_op$|_conv$",
     ),
     "flux inputs": ("flux", {"in_dims": "[16,0,16,0,16]"}, "_blocks_|unet_(img|vector|txt)_in"),
     "sd3 numbers": ("sd3", {"train_block_indices": "0-3"}, "joint_blocks_[0-3]_"),
@@ -245,12 +274,12 @@ def test_what_kohya_adapts_and_smalti_does_not_is_listed_with_its_number(importe
 def test_ai_toolkit_adapts_all_linear_layers_of_blocks(imported, model, family):
     values, left = imported(ai_toolkit(family, linear_alpha=8))
     net = model(family)
-    parts = ("attentions",) if family == "sdxl" else AI_TOOLKIT_BLOCKS.get(family, ("transformer_blocks",))
-    every = {name for name, module in layers(net).items() if type(module) is nn.Linear}
+    parts = AI_TOOLKIT_BLOCKS.get(family, ("transformer_blocks",))
+    every = {name for name, module in layers(net).items() if is_linear(module)}
     wanted = {name for name in every if any(part in name for part in parts)}
     assert adapted(values, net) == wanted
     assert (len(wanted), counted(net, wanted)) == AI_TOOLKIT[family]
-    assert (values["lora_rank"], values["lora_alpha"]) == (RANK, 8 if family in ("sdxl", "pixart", "auraflow") else RANK)
+    assert (values["lora_rank"], values["lora_alpha"]) == (RANK, 8 if family in (*UNETS, "pixart", "auraflow") else RANK)
     assert left.keys() == {"datasets"}
 
 

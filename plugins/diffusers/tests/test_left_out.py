@@ -45,7 +45,7 @@ LEFT_OUT = {
         r"Wuerstchen\w+",
     ),
     "nobody has written its family yet": (
-        *("Bria(Fibo|Fibo2)?", "CogView3Plus", "CogView4", "Cosmos2TextToImage"),
+        *("Bria(Fibo|Fibo2)?", "CogView3Plus", "CogView4"),
         *("DreamLite(Mobile)?", "Flux3Modular", "GlmImage", "HiDreamImage", "HunyuanDiT", "HunyuanImage"),
         *("Ideogram4", "Kandinsky5T2I", "Kolors", "Krea2", "LongCatImage", "Lumina", "NucleusMoEImage", "OmniGen"),
         *("OvisImage", "PRX(Pixel)?", "QwenImage21"),

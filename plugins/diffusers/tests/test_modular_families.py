@@ -2,7 +2,6 @@
 
 import json
 from dataclasses import dataclass
-from importlib.util import find_spec
 from inspect import signature
 
 import pytest
@@ -10,13 +9,11 @@ import tiny
 import torch
 from adapters import ALPHA, RANK, opened, tensors
 from compared import compares
-from diffusers.models.transformers import transformer_cosmos
 from kinds import GUIDANCE, PROMPTS, SIZE
 from safetensors.torch import save_file
 from single_files import single_file
 from test_export import trained
 from test_init_lora import started
-from torch.nn.functional import interpolate
 
 from smalti import UserError
 from smalti.checkpoint.conversion.formats import OwnCheckpoint
@@ -37,23 +34,7 @@ from smalti_testing.strategies import SingleRank
 LATENTS = (2, 4, SIZE[1] // 4, SIZE[0] // 4)
 
 
-class Transforms:
-    """What diffusers' own transformer takes from torchvision, for a mask that is the same everywhere."""
-
-    InterpolationMode = type("InterpolationMode", (), {"NEAREST": "nearest"})
-
-    class functional:  # noqa: N801
-        @staticmethod
-        def resize(mask, size, interpolation):
-            return interpolate(mask, size, mode=interpolation)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def torchvision():
-    with pytest.MonkeyPatch.context() as patch:
-        if find_spec("torchvision") is None:
-            patch.setattr(transformer_cosmos, "transforms", Transforms, raising=False)
-        yield
+pytestmark = pytest.mark.usefixtures("torchvision")
 
 
 @dataclass(frozen=True)

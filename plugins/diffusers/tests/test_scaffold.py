@@ -159,10 +159,12 @@ def test_what_could_not_be_read_is_said_with_the_expression_of_the_pipeline(writ
 
 
 def test_the_fields_are_those_of_the_pipeline(written):
-    code = written("lumina2").text("src/smalti_my_lumina2/family.py")
+    package = written("lumina2")
+    code = package.text("src/smalti_my_lumina2/family.py")
     fields = ('time = "1-t"', "sign = -1", "max_length = 256", '"tokens": TokenRows(width="cap_feat_dim")', '"mask": Mask()')
     assert [each for each in fields if each not in code] == []
     assert "- scheduler: FlowMatchEulerDiscreteScheduler, rectified flow, shift 6.0\n" in code
+    assert "Lumina2RotaryPosEmbed reads values, `attention_mask.sum(dim=1).tolist()`" in package.said["unread"]["build_base"]
     assert "- vae: AutoencoderKL, scaling_factor 0.4, shift_factor 0.1, latent_channels 4\n" in code
 
 

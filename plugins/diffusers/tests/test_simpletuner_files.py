@@ -87,6 +87,7 @@ FAMILIES = {
     "sd3": (tiny.sd3, {**OF_SOME, "validation_guidance": 1.0, "validation_guidance_skip_layers": [7, 8, 9]}),
     "sdxl": (tiny.sdxl, {**OF_SOME, "loss_type": "huber", "snr_gamma": 5}),
     "z_image": (tiny.z_image, {**OF_OTHERS, "model_flavour": "turbo"}),
+    "cosmos": (tiny.cosmos, {**OF_SOME, "model_flavour": "2b", "flow_schedule_auto_shift": True, "flow_schedule_shift": 0.0}),
     "anima": (tiny.anima, {**OF_OTHERS, "model_flavour": "base-v1.0"}),
 }
 

@@ -37,6 +37,7 @@ HERE = {
         preset(4, Flux2Attention=2, Flux2FeedForward=4, Flux2ParallelSelfAttention=2),
         {"model_flavour": "klein-9b", "lora_alpha": 128, "lora_rank": 128},
     ),
+    "cosmos": (tiny.cosmos, preset(4, Attention=25), {}),
 }
 COSMOS3 = preset(4, Cosmos3PackedMoTAttention=25)
 KANDINSKY = preset(4, Kandinsky5Attention=2, Kandinsky5FeedForward=4)
@@ -44,7 +45,6 @@ ELSEWHERE = {
     "boogu_image": (1, WITHOUT_REFERENCES),
     "bria": (1, preset(4, BriaTransformer2DModel=25)),
     "stable_cascade": (1, ATTENTION_AND_FEED_FORWARD),
-    "cosmos": (1, preset(4, Attention=25)),
     "cosmos3": (14, COSMOS3),
     "kandinsky5-image": (2, KANDINSKY),
     "longcat_image": (1, preset(16, LongCatImageTransformer2DModel=16)),

@@ -43,6 +43,7 @@ MAKERS = {
     "qwen image": ("qwen_image", tiny.qwen_image, {}),
     "z image": ("z_image", tiny.z_image, {}),
     "anima": ("anima", tiny.anima, {}),
+    "cosmos": ("cosmos", tiny.cosmos, {}),
 }
 LAYOUTS = {"original": "", "comfyui": UNET, "auraflow": "model."}
 EVERY = [*product(MAKERS, LAYOUTS)]

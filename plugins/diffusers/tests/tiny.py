@@ -10,8 +10,10 @@ from diffusers import (
     AuraFlowPipeline,
     AuraFlowTransformer2DModel,
     AutoencoderDC,
+    AutoencoderKLWan,
     ChromaPipeline,
     ChromaTransformer2DModel,
+    Cosmos2TextToImagePipeline,
     CosmosTransformer3DModel,
     DDIMScheduler,
     DPMSolverMultistepScheduler,
@@ -447,11 +449,9 @@ def z_image(folder: Path) -> Path:
     return folder
 
 
-def anima(folder: Path) -> Path:
-    """Anima, a modular pipeline."""
+def cosmos_transformer() -> CosmosTransformer3DModel:
     torch.manual_seed(0)
-    tokenizer, t5 = qwen_tokenizer(), t5_tokenizer()
-    transformer = CosmosTransformer3DModel(
+    return CosmosTransformer3DModel(
         in_channels=4,
         out_channels=4,
         num_attention_heads=2,
@@ -464,6 +464,40 @@ def anima(folder: Path) -> Path:
         rope_scale=(1.0, 4.0, 4.0),
         extra_pos_embed_type=None,
     )
+
+
+class NoGuardrail:
+    """In place of the package of NVIDIA that looks at prompts and images."""
+
+    def to(self, device: object) -> None: ...
+
+    def check_text_safety(self, prompt: str) -> bool:
+        return True
+
+    def check_video_safety(self, frames: object) -> object:
+        return frames
+
+
+def cosmos(folder: Path) -> Path:
+    """Cosmos-Predict2, without its guardrail."""
+    transformer = cosmos_transformer()
+    pipeline = Cosmos2TextToImagePipeline(
+        scheduler=FlowMatchEulerDiscreteScheduler(use_karras_sigmas=True),
+        vae=video_vae(AutoencoderKLWan),
+        text_encoder=t5_encoder(24),
+        tokenizer=t5_tokenizer(),
+        transformer=transformer,
+        safety_checker=NoGuardrail(),
+    )
+    pipeline.register_modules(safety_checker=None)
+    pipeline.save_pretrained(folder)
+    return folder
+
+
+def anima(folder: Path) -> Path:
+    """Anima, a modular pipeline."""
+    transformer = cosmos_transformer()
+    tokenizer, t5 = qwen_tokenizer(), t5_tokenizer()
     conditioner = AnimaTextConditioner(
         source_dim=32,
         target_dim=24,

@@ -128,8 +128,8 @@ def patch_vae() -> AutoencoderKLFlux2:
     return autoencoder
 
 
-def video_vae() -> AutoencoderKLQwenImage:
-    return AutoencoderKLQwenImage(
+def video_vae(kind: type = AutoencoderKLQwenImage) -> AutoencoderKLQwenImage:
+    return kind(
         base_dim=8,
         z_dim=4,
         dim_mult=[1, 1, 2],

@@ -86,6 +86,25 @@ def test_samplers_become_schedulers_of_validation_images(imported, sampler, expe
     assert (values.get("validation_noise_scheduler"), left.keys()) == (expected, OFF)
 
 
+ENCODERS = {
+    "arch: sd1": ({"arch": "sd1"}, "sd1x", True),
+    "arch: sd2": ({"arch": "sd2", "use_text_encoder_1": False}, "sd2x", None),
+    "older": ({"is_v2": True, "is_v_pred": True}, "sd2x", True),
+    "default": ({}, "sd1x", True),
+    "other": ({"is_vega": True}, None, None),
+    "flow": ({"arch": "ernie_image"}, "ernie", None),
+}
+
+
+@pytest.mark.parametrize("given", ENCODERS)
+def test_the_model_is_sd_1_by_default_whose_text_encoder_can_be_trained(imported, given):
+    model, family, trained = ENCODERS[given]
+    values, left, _ = convert(imported, model={"name_or_path": "x", **model}, train__train_text_encoder=True)
+    assert (values.get("model_family"), values.get("train_text_encoder")) == (family, trained)
+    assert values.keys().isdisjoint({"text_encoder_lr", "text_encoder_2_lr"})
+    assert any("train_text_encoder" in place for place in left) == (family in (None, "ernie"))
+
+
 def test_without_a_network_the_whole_model_is_trained_and_not_quantised(imported):
     values, left, _ = convert(imported, network={})
     assert (values["model_type"], values.keys() & {"lora_rank", "lora_alpha", "base_model_precision"}) == ("full", set())

@@ -294,6 +294,24 @@ def test_text_encoders_of_sdxl_are_trained_at_their_rate(imported, given):
     assert "train_text_encoder" not in values
 
 
+SCRIPTS = {
+    "train_network.py --network_module=networks.lora --clip_skip=2": ("sd1x", "lora", 1, True),
+    "train_network.py --network_module=networks.lora --v2 --network_train_unet_only": ("sd2x", "lora", None, None),
+    "train_db.py": ("sd1x", "full", None, None),
+    "flux_train_network.py --network_module=networks.lora_flux --model_type=chroma": ("chroma", "lora", None, None),
+    "anima_train.py": ("anima", "full", None, None),
+}
+
+
+@pytest.mark.parametrize("words", SCRIPTS)
+def test_a_script_and_its_options_say_the_family(imported, words):
+    values, left, _ = imported({"run.sh": f"accelerate launch {words} --model_prediction_type=raw --apply_t5_attn_mask"})
+    keys = ("model_family", "model_type", "clip_skip", "train_text_encoder")
+    assert tuple(values.get(key) for key in keys) == SCRIPTS[words]
+    assert ("run.sh: --apply_t5_attn_mask" in left) == (values["model_family"] != "chroma")
+    assert not [place for place in left if "model_type" in place or "v2" in place]
+
+
 def test_the_range_of_timesteps_is_that_of_noise_levels(imported):
     text = "network_module='networks.lora'\nnetwork_dim=4\nmax_train_steps=9\nmin_timestep=0\nmax_timestep=600\n"
     values, left, _ = imported({"train.toml": text}, family="sdxl")

@@ -94,6 +94,16 @@ def test_text_encoders_of_sdxl_are_trained_at_their_rates(imported, given):
     assert any("text_encoder" in place for place in left) == (stop == "listed")
 
 
+@pytest.mark.parametrize("model", ["STABLE_DIFFUSION_15", "STABLE_DIFFUSION_20", "STABLE_DIFFUSION_21_BASE"])
+def test_sd_has_one_text_encoder_which_is_trained_by_default(imported, model):
+    settings = {"text_encoder": {"learning_rate": 1e-5}, "text_encoder_2": {"train": True}, "text_encoder_layer_skip": 1}
+    values, left, _ = convert(imported, model_type=model, **settings, prior={}, layer_filter="attentions")
+    found = [values.get(key) for key in ("train_text_encoder", "text_encoder_lr", "text_encoder_2_lr", "clip_skip")]
+    assert (values["model_family"], found) == ("sd1x" if model.endswith("15") else "sd2x", [True, 1e-5, None, 1])
+    assert values["lora_targets"] == [".*attentions.*", "fc1", "fc2"]
+    assert not [place for place in left if "text_encoder" in place]
+
+
 def test_complete_text_encoders_are_not_trained_here(imported):
     model = {"model_type": "STABLE_DIFFUSION_XL_10_BASE", "training_method": "FINE_TUNE"}
     values, left, _ = convert(imported, **model)

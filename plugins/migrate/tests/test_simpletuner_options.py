@@ -133,6 +133,14 @@ def test_all_that_is_refused_is_reported_at_once_with_what_to_do(from_file, writ
         assert text in told
 
 
+def test_weights_that_stay_in_host_memory_are_those_of_a_lora():
+    values = {"ramtorch": True, "ramtorch_text_encoder": True, "find_unused_parameters": True}
+    found = translate_reference_options({**values, "model_type": "lora"}, CORE)
+    assert (found.values["stream_base"], found.problems) == (("ramtorch", True), [])
+    (problem,) = translate_reference_options({**values, "model_type": "full"}, CORE).problems
+    assert "only the frozen weights of a LoRA are streamed" in problem.message
+
+
 def test_values_that_say_off_are_accepted_from_every_source(configure, write):
     file = write(
         "off.json",
@@ -251,6 +259,10 @@ def test_a_file_of_simpletuner_that_names_no_model_starts_from_simpletuners_own(
     assert config.value("pretrained_model_name_or_path") == "Tongyi-MAI/Z-Image-Turbo"
     named = from_file({**MARKS, "model_family": "z_image", "model_flavour": "base"})
     assert named.value("pretrained_model_name_or_path") is None
+    released = from_file({**MARKS, "model_family": "anima"})
+    assert released.value("pretrained_model_name_or_path") == "circlestone-labs/Anima-Base-v1.0-Diffusers"
+    told = problems(from_file, {**MARKS, "model_family": "anima", "model_flavour": "preview-3"})
+    assert "a preview of Anima, in another layout than base-1.0, is not supported" in told
     second = from_file({**MARKS, "model_family": "sd2x"})
     assert second.value("pretrained_model_name_or_path") == "bghira/pseudo-flex-v2"
     assert second.value("rescale_betas_zero_snr") is True

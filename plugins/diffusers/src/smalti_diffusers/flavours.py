@@ -11,6 +11,7 @@ from pathlib import Path
 
 FLAVOURS: Mapping[str, Mapping[str, str]] = {
     "anima": {"base-1.0": "circlestone-labs/Anima-Base-v1.0-Diffusers"},
+    "cosmos": {"2b": "nvidia/Cosmos-Predict2-2B-Text2Image", "14b": "nvidia/Cosmos-Predict2-14B-Text2Image"},  # after Anima
     "auraflow": {"0.3": "fal/AuraFlow-v0.3", "0.2": "fal/AuraFlow-v0.2", "0.1": "fal/AuraFlow"},
     "ernie": {"base": "baidu/ERNIE-Image"},
     "flux": {"dev": "black-forest-labs/FLUX.1-dev", "schnell": "black-forest-labs/FLUX.1-schnell"},

@@ -22,6 +22,7 @@ FAMILIES = (
     _entry("anima", "Anima", "Anima"),
     _entry("auraflow", "AuraFlow", "AuraFlow"),
     _entry("chroma", "Chroma", "Chroma"),
+    _entry("cosmos", "Cosmos-Predict2", "Cosmos"),
     _entry("ernie", "ERNIE-Image", "Ernie"),
     _entry("flux", "Flux.1", "Flux"),
     _entry("flux2", "Flux.2", "Flux2"),

@@ -8,7 +8,13 @@ from collections.abc import Iterable, Sequence
 from smalti_migrate.converters import number, whole
 from smalti_migrate.rules import Convert, Entry, Found, Imported, Line, Rule, Values
 
-DDPM_FAMILIES = ("sdxl", "pixart")
+ENCODERS = {"sd1x": 1, "sd2x": 1, "sdxl": 2}
+"""How many text encoders an adapter can have, by family; none where a family is not named."""
+LAYERS = {"sd1x": "192 of 278", "sd2x": "192 of 278", "sdxl": "722 of 788"}
+"""Layers of a U-Net that are adapted without its convolutions."""
+ONE_RANK = "all layers of an adapter have one rank and one alpha here"
+NO_CONVOLUTIONS = f"{ONE_RANK}: convolutions are not adapted, but {{}} layers"
+DDPM_FAMILIES = (*ENCODERS, "pixart")
 """Families that predict noise. All others are flow models, which have no min-SNR weighting."""
 
 

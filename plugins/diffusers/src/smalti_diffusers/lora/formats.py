@@ -58,6 +58,7 @@ TOOLS: Mapping[str, Tools] = {
     "anima": Tools(comfyui="kohya", kohya=True, module="networks.lora_anima"),
     "auraflow": Tools(comfyui="diffusers", kohya=False),
     "chroma": Tools(comfyui="diffusers", kohya=True, module="networks.lora_flux"),
+    "cosmos": Tools(diffusers=False, comfyui="kohya", kohya=False),
     "ernie": Tools(comfyui="kohya", kohya=False, original=False),
     "flux": Tools(comfyui="diffusers", kohya=True, module="networks.lora_flux"),
     "flux2": Tools(comfyui="diffusers", kohya=True, module="networks.lora_flux_2"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from inspect import Parameter
+from inspect import Parameter, getsource
 from typing import cast
 
 import torch
@@ -26,6 +26,8 @@ _LATENTS, _TIME, _GUIDANCE = "hidden_states", "timestep", "guidance"
 _SETTINGS = ("return_dict", "attention_kwargs", "joint_attention_kwargs", "cross_attention_kwargs")
 """Arguments of models that a family leaves at their defaults."""
 _IDS = {"txt_ids", "img_ids"}
+_READS_VALUES = re.compile(r"[\w.()=]+\.(?:tolist|item|nonzero)\(\)")
+"""Code that waits for the values of a tensor."""
 _AUTOENCODERS: Mapping[str, str | None] = {
     "AutoencoderKL": None,
     "AutoencoderDC": None,
@@ -124,6 +126,12 @@ def _model(found: Reading, model: nn.Module) -> None:
         found.fields["targets"] = Code("JOINT_ATTENTION")
     elif not any(name.endswith(".to_q") for name in layers):
         found.unread["targets"] = "the layers that an adapter is for, by the ends of their names"
+    for kind in dict.fromkeys(type(module) for module in model.modules() if type(module).__module__.startswith("diffusers.")):
+        if read := _READS_VALUES.search(getsource(kind.forward)):
+            found.unread["build_base"] = (
+                f"{kind.__name__} reads values, `{read[0]}`, which tensors have not where operations are counted: write the "
+                "method, with a hook that gives this module what it reads, as the family lumina2 of smalti-diffusers does"
+            )
 
 
 def _latents(found: Reading, code: PipelineCode, components: Components) -> None:

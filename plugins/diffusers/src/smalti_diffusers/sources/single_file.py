@@ -55,6 +55,7 @@ FILE_LAYOUTS: Mapping[str, FileLayout] = {
     "anima": FileLayout(model="net.", parts={"text_conditioner": "net.llm_adapter."}),
     "auraflow": FileLayout(),
     "chroma": FileLayout(),
+    "cosmos": FileLayout(model="net."),
     "ernie": FileLayout(),
     "flux": FileLayout(),
     "flux2": FileLayout(),

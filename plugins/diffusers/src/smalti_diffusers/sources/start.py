@@ -48,7 +48,8 @@ _FAMILIES = {
     "flux-2-dev": "flux2",
     "auraflow": "auraflow",
     "chroma": "chroma",
-    "cosmos-2.0-t2i-2B": "anima",
+    "cosmos-2.0-t2i-2B": "cosmos",
+    "cosmos-2.0-t2i-14B": "cosmos",
     "lumina2": "lumina2",
     "sana": "sana",
     "z-image-turbo": "z_image",
@@ -56,6 +57,7 @@ _FAMILIES = {
 """The families of the models that diffusers recognises in single files."""
 _PART = re.compile(r"first_stage_model|vae(?=\.)|text_encoders\.[^.]+|conditioner\.embedders\.\d+|cond_stage_model|model_ema")
 """Beginnings of the names of other parts than the trained model."""
+_CONDITIONER = "llm_adapter."
 _UNKNOWN = "v1"
 """What diffusers takes for Stable Diffusion 1 is anything that it does not recognise."""
 
@@ -109,10 +111,13 @@ def check_family(file: ModelFile, family: str) -> None:
     if any(name.startswith("lora_") or _OF_ADAPTERS.search(name) for name in file.tensors):
         raise UserError(f"{file} is an adapter, not a model", fix="name the model; --init_lora=FILE starts from an adapter")
     kind = model_type(file)
-    if kind is None or _FAMILIES.get(kind) == family:
+    known = None if kind is None else _FAMILIES.get(kind)
+    if known == "cosmos":  # whose transformer Anima has, beside a conditioner that is not in every file
+        known = "anima" if family == "anima" or any(_CONDITIONER in name for name in file.tensors) else known
+    if kind is None or known == family:
         return
-    if kind in _FAMILIES:
-        raise UserError(f"{file} is a model of {_FAMILIES[kind]}, not of {family}", fix=f"--model_family={_FAMILIES[kind]}")
+    if known is not None:
+        raise UserError(f"{file} is a model of {known}, not of {family}", fix=f"--model_family={known}")
     raise UserError(f"{file} is not a model of {family}: diffusers recognises it as '{kind}'", fix="name another file")
 
 

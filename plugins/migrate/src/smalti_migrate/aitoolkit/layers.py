@@ -1,6 +1,6 @@
 """Which layers ai-toolkit adapts, as targets of an adapter here, and which alpha it uses.
 
-Facts of toolkit/lora_special.py and the models in it. Names are those of diffusers, and but for FLUX.2 also of ai-toolkit.
+Facts of toolkit/lora_special.py and the models in it. Names are those of diffusers, but for FLUX.2 and Chroma also there.
 """
 
 from __future__ import annotations
@@ -8,28 +8,29 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from smalti_migrate.converters import number, switch, whole
-from smalti_migrate.entries import literal
+from smalti_migrate.entries import ENCODERS, LAYERS, NO_CONVOLUTIONS, literal
 from smalti_migrate.rules import Found, Imported, Values
 
 BLOCKS: Mapping[str, tuple[str, ...]] = {
-    "sdxl": ("attentions.*",),
-    **dict.fromkeys(("flux", "flux2"), ("transformer_blocks.*", "single_transformer_blocks.*")),
+    **dict.fromkeys(ENCODERS, ("attentions.*",)),
+    **dict.fromkeys(("chroma", "flux", "flux2"), ("transformer_blocks.*", "single_transformer_blocks.*")),
     **dict.fromkeys(("anima", "sd3", "pixart", "qwen_image"), ("transformer_blocks.*",)),
     "lumina2": ("layers.*", "noise_refiner.*", "context_refiner.*"),
-    "z_image": ("layers.*",),
+    **dict.fromkeys(("ernie", "z_image"), ("layers.*",)),
     "auraflow": (".*",),
 }
 """The layers with `network.transformer_only`, which is the default. In AuraFlow it changes nothing."""
 ALL: Mapping[str, tuple[str, ...]] = {
-    "sdxl": BLOCKS["sdxl"],
+    **dict.fromkeys(ENCODERS, BLOCKS["sdxl"]),
+    "chroma": ("^(?!distilled_guidance_layer).*",),
     **dict.fromkeys(("sd3", "pixart"), ("^(?!pos_embed).*",)),
 }
-"""The layers without it, if they are not all: convolutions over patches are not adapted."""
+"""The layers without it, if they are not all: convolutions over patches, and what makes Chroma's modulation, do not learn."""
 CONVOLUTIONS = ("resnets.*", "downsamplers.*", "upsamplers.*")
-"""What `network.conv` adds in SDXL: 66 layers. No block of the other families has convolutions."""
-UNSCALED = ("anima", "flux", "flux2", "lumina2", "qwen_image", "sd3", "z_image")
+"""What `network.conv` adds in a U-Net. No block of the other families has convolutions."""
+UNSCALED = ("anima", "chroma", "ernie", "flux", "flux2", "lumina2", "qwen_image", "sd3", "z_image")
 """Families whose adapters have no alpha there: it is the rank, whatever the file says."""
-_PREFIXES = {"sdxl": "lora_unet", "pixart": "lora_transformer", "auraflow": "lora_transformer"}
+_PREFIXES = dict.fromkeys(ENCODERS, "lora_unet") | {"pixart": "lora_transformer", "auraflow": "lora_transformer"}
 """What stands before the names of layers there, if it is not `transformer`."""
 
 
@@ -50,24 +51,22 @@ def _add_targets(found: Values, family: str, result: Imported) -> None:
     only = found.first("network.transformer_only", default=True)
     targets = BLOCKS[family] if only.read(switch) else ALL.get(family, (".*",))
     conv = found.get("network.conv")
-    if family == "sdxl" and conv is not None and conv.read(number):
+    if family in ENCODERS and conv is not None and conv.read(number):
         scaled = found.get("network.conv_alpha") or conv
         ours = result.value("lora_rank"), result.value("lora_alpha")
         if (conv.read(number), scaled.read(number)) == ours:
             targets += CONVOLUTIONS
             result.settled += [conv.place, scaled.place]
         else:
-            why = (
-                "all layers of an adapter have one rank and one alpha here: convolutions are not adapted, but 722 of 788 layers"
-            )
+            why = NO_CONVOLUTIONS.format(LAYERS[family])
             fix = f"network.conv = {ours[0]} and network.conv_alpha = {ours[1]}, as of the other layers, are converted"
             result.leave(conv.place, why, fix=fix, value=f"{conv.value}, conv_alpha = {scaled.value}")
             result.settled.append(scaled.place)
     words = {key: found.get(f"network.network_kwargs.{key}_if_contains") for key in ("ignore", "only")}
-    if family == "flux2":
+    if family in ("chroma", "flux2"):
         for given in filter(None, words.values()):
             if given.value:
-                why, fix = "the layers of FLUX.2 have other names there", "name the layers in lora_targets"
+                why, fix = "the layers of this model have other names there", "name the layers in lora_targets"
                 result.leave(given.place, why, fix=fix, value=given.value)
         words = {}
     conditions = "".join(_condition(key, given.value, family) for key, given in words.items() if given is not None)

@@ -12,6 +12,7 @@ from smalti_migrate.aitoolkit.layers import add_adapter
 from smalti_migrate.converters import number, path, switch, text, whole
 from smalti_migrate.entries import (
     DDPM_FAMILIES,
+    ENCODERS,
     Setting,
     add_prompts,
     add_shuffle,
@@ -83,7 +84,11 @@ def _model(found: Values, given: str | None, result: Imported) -> tuple[str, str
         family, source = tables.FAMILIES.get(str(arch.value).split(":")[0], ""), source_text("", arch.place, arch.value, None)
     elif not given:
         key = next((key for key in tables.OLD_FAMILIES if f"model.{key}" in found and found[f"model.{key}"].value), "")
-        family, source = tables.OLD_FAMILIES.get(key, ""), found[f"model.{key}"].place if key else ""
+        family, source = (
+            tables.OLD_FAMILIES.get(key, ""),
+            found[f"model.{key}"].place if key else f"{DEFAULT}: model.arch = sd1",
+        )
+        family = family if key or any(found.on(f"model.{each}") for each in tables.OTHER_KINDS) else "sd1x"
     if family:
         result.add("model_family", family, source)
     else:
@@ -280,7 +285,7 @@ def _preservation(found: Values, result: Imported) -> None:
 
 
 def _encoders(found: Values, kind: str, family: str, result: Imported) -> None:
-    """Adapters in the text encoders of SDXL, all linear layers of their blocks, at the rate of the run."""
+    """Adapters in the text encoders of SD and SDXL, all linear layers of their blocks, at the rate of the run."""
     train = found.get("train.train_text_encoder")
     used = {key: found.first(f"model.use_{key}", default=True) for key in ("text_encoder_1", "text_encoder_2")}
     if train is None or not train.read(switch):
@@ -288,20 +293,23 @@ def _encoders(found: Values, kind: str, family: str, result: Imported) -> None:
     result.settled.append(train.place)
     if not any(each.read(switch) for each in used.values()):
         return
-    if kind != "lora" or family != "sdxl":
+    if kind != "lora" or family not in ENCODERS:
         why, fix = (
             "text encoders are trained for SD 1, SD 2 and SDXL only, by an adapter",
-            "train_text_encoder = true for a LoRA of SDXL",
+            "train_text_encoder = true for a LoRA of SD or SDXL",
         )
         result.leave(train.place, why, fix=fix, value=train.value)
         return
-    result.add("train_text_encoder", True, train.place)
     first, second = used.values()
-    if not first.read(switch):
+    if ENCODERS[family] == 1:
+        if not first.read(switch):
+            return
+    elif not first.read(switch):
         result.add("text_encoder_lr", 0.0, first.place)
         result.copy("text_encoder_2_lr", found.first("train.lr", default=1e-6), number)
     elif not second.read(switch):
         result.add("text_encoder_2_lr", 0.0, second.place)
+    result.add("train_text_encoder", True, train.place)
     line = result.lines.get("lora_targets")
     if line is not None and isinstance(line.value, list):
         result.add("lora_targets", [*line.value, "fc1", "fc2"], f"{line.source}, and of the text encoders")

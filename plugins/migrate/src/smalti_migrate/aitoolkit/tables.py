@@ -16,13 +16,17 @@ TRAINERS = ("sd_trainer", "diffusion_trainer", "ui_trainer", SLIDER)
 FAMILIES = (
     {"sdxl": "sdxl", "sd3": "sd3", "flux": "flux", "flux2": "flux2", "flux2_klein_4b": "flux2", "flux2_klein_9b": "flux2"}
     | {"lumina2": "lumina2", "pixart": "pixart", "pixart_sigma": "pixart", "auraflow": "auraflow"}
-    | {"qwen_image": "qwen_image", "zimage": "z_image", "anima": "anima"}
+    | {"qwen_image": "qwen_image", "zimage": "z_image", "anima": "anima", "chroma": "chroma", "ernie_image": "ernie"}
+    | {"sd1": "sd1x", "sd2": "sd2x"}
 )
 """`model.arch` -> our family. What stands after a colon there is only a label."""
 OLD_FAMILIES = {"is_xl": "sdxl", "is_v3": "sd3", "is_flux": "flux", "is_lumina2": "lumina2", "is_pixart": "pixart"} | {
     "is_pixart_sigma": "pixart",
     "is_auraflow": "auraflow",
+    "is_v2": "sd2x",
 }
+OTHER_KINDS = ("is_ssd", "is_vega")
+"""Models that smalti does not have, in older files. Where a file has none of these and none of those, it is SD 1."""
 OPTIMIZERS = {"adamw": "adamw", "adamw8bit": "adamw8bit", "adamw8": "adamw8bit", "lion": "lion", "lion8bit": "lion"} | {
     "adafactor": "adafactor",
     "adagrad": "adagrad",
@@ -66,13 +70,21 @@ OPTIONS: tuple[Rule, ...] = (
     read("network.type", "model_type", note="lora; without a network, full"),
     read("network.linear", "lora_rank", note="4 by default there"),
     read("network.rank", "lora_rank", note="as network.linear, which it overrides"),
-    read("network.linear_alpha", "lora_alpha", note="1 by default; of other models than SDXL, PixArt and AuraFlow the rank"),
+    read(
+        "network.linear_alpha",
+        "lora_alpha",
+        note="1 by default; of other models than SD 1, SD 2, SDXL, PixArt and AuraFlow the rank",
+    ),
     read("network.alpha", "lora_alpha", note="if there is no network.linear_alpha"),
     option("network.dropout", "lora_dropout", number),
-    read("network.conv", "lora_targets", note="of SDXL, if rank and alpha are those of the other layers"),
+    read("network.conv", "lora_targets", note="of SD and SDXL, if rank and alpha are those of the other layers"),
     read("network.conv_alpha", "lora_targets", note="as network.conv, which is the default there"),
     read("network.transformer_only", "lora_targets", note="on by default there: all linear layers of the blocks"),
-    read("network.network_kwargs.ignore_if_contains", "lora_targets", note="not for FLUX.2, whose layers differ in name"),
+    read(
+        "network.network_kwargs.ignore_if_contains",
+        "lora_targets",
+        note="not for FLUX.2 and Chroma, whose layers differ in name",
+    ),
     read("network.network_kwargs.only_if_contains", "lora_targets", note="as network.network_kwargs.ignore_if_contains"),
     # Model
     option("model.name_or_path", "pretrained_model_name_or_path", path),
@@ -92,7 +104,7 @@ OPTIONS: tuple[Rule, ...] = (
     option("train.gradient_checkpointing", "gradient_checkpointing", switch, default=True),
     option("train.dtype", "mixed_precision", precision, note="fp16 becomes auto: bf16 where the device has it", default="fp32"),
     read("train.lr", "learning_rate", note="the default is 1e-6"),
-    read("train.train_text_encoder", *ADAPTED, note="of a LoRA of SDXL, at the rate of the run; others are not trained here"),
+    read("train.train_text_encoder", *ADAPTED, note="of a LoRA of SD or SDXL, at the rate of the run"),
     read("train.optimizer", "optimizer"),
     read("train.optimizer_params.weight_decay", "adam_weight_decay"),
     read("train.optimizer_params.betas", "adam_beta1", "adam_beta2"),
@@ -103,7 +115,7 @@ OPTIONS: tuple[Rule, ...] = (
     option("train.max_grad_norm", "max_grad_norm", number),
     read("train.ema_config.use_ema", "use_ema"),
     read("train.ema_config.ema_decay", "ema_decay", note="0.999 by default there; warmed up here"),
-    read("train.noise_scheduler", note="flowmatch for flow models, ddpm for SDXL: the family says it here"),
+    read("train.noise_scheduler", note="flowmatch for flow models, ddpm for others: the family says it here"),
     read("train.timestep_type", "timestep_distribution", "flow_schedule_shift", "flow_schedule_auto_shift"),
     read("train.loss_type", "loss_type", note="mse is l2"),
     option("train.min_snr_gamma", "snr_gamma", number, note="not for flow models"),
@@ -177,7 +189,7 @@ OPTIONS: tuple[Rule, ...] = (
         - all frozen blocks of a LoRA are streamed, or none | model.layer_offloading | stream_base = true for a LoRA,
           else fsdp_cpu_offload; see docs/memory.md
         - attention masks of Flux are not applied | model.attn_masking
-        - files for SD 2, SSD-1B and Vega are not read | model.is_v2 model.is_ssd model.is_vega
+        - files for SSD-1B and Vega are not read | model.is_ssd model.is_vega
         - the EMA does not change the weights | train.ema_config.use_feedback
         - a weight over timesteps is not supported | train.linear_timesteps train.linear_timesteps2
         - another weighting than min-SNR | train.snr_gamma | snr_gamma is min_snr_gamma here

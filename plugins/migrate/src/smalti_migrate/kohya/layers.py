@@ -10,12 +10,13 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from smalti_migrate.command_lines import words_of
 from smalti_migrate.converters import number, switch
+from smalti_migrate.entries import ENCODERS, LAYERS, NO_CONVOLUTIONS, ONE_RANK
 from smalti_migrate.kohya.tables import NETWORKS, RATIOS
 from smalti_migrate.rules import Found, Imported, UnconvertibleError, Values
 
 BLOCKS: Mapping[str, tuple[str, ...]] = {
-    "sdxl": ("attentions",),
-    "flux": ("transformer_blocks", "single_transformer_blocks"),
+    **dict.fromkeys(ENCODERS, ("attentions",)),
+    **dict.fromkeys(("chroma", "flux"), ("transformer_blocks", "single_transformer_blocks")),
     "sd3": ("transformer_blocks",),
     "lumina2": ("layers", "noise_refiner", "context_refiner"),
     "anima": ("transformer_blocks[.][0-9]+[.](attn[12]|ff)",),
@@ -24,11 +25,11 @@ BLOCKS: Mapping[str, tuple[str, ...]] = {
 _LAST = {"lumina2": ("norm_out.*",)}
 """Layers after the blocks, which are adapted unless `train_blocks` chooses blocks."""
 _CONVOLUTIONS = ("resnets.*", "downsamplers.*", "upsamplers.*")
-"""What `conv_dim` adds in SDXL: 66 layers."""
-TEXT_LAYERS = {"sdxl": 264, "flux": 72, "sd3": 264, "lumina2": 182}
+"""What `conv_dim` adds in a U-Net."""
+TEXT_LAYERS = {"flux": 72, "sd3": 264, "lumina2": 182}
 """Layers of text encoders that are adapted too by default: of CLIP-L 72, of CLIP-G 192, of Gemma 2 182."""
 _CHOICES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
-    "flux": {"double": BLOCKS["flux"][:1], "single": BLOCKS["flux"][1:]},
+    **{key: {"double": BLOCKS["flux"][:1], "single": BLOCKS["flux"][1:]} for key in ("chroma", "flux")},
     "lumina2": {
         "transformer": ("layers",),
         "refiners": ("noise_refiner", "context_refiner"),
@@ -38,23 +39,27 @@ _CHOICES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
 }
 """`train_blocks`, other than all."""
 _NUMBERS: Mapping[str, Mapping[str, str]] = {
-    "flux": {
-        "train_double_block_indices": "transformer_blocks",
-        "train_single_block_indices": "single_transformer_blocks",
+    **{
+        key: {"train_double_block_indices": BLOCKS[key][0], "train_single_block_indices": BLOCKS[key][1]}
+        for key in ("chroma", "flux")
     },
     "sd3": {"train_block_indices": "transformer_blocks"},
 }
 """Arguments that choose blocks by their numbers."""
 _TEXT, _IMAGE = "attn.(add_.*|to_add_out)", "attn2?.(to_[qkv]|to_out.0)"
+_CHROMA = {
+    "img_attn_dim": ("transformer_blocks", _IMAGE),
+    "txt_attn_dim": ("transformer_blocks", _TEXT),
+    "img_mlp_dim": ("transformer_blocks", "ff.net.*"),
+    "txt_mlp_dim": ("transformer_blocks", "ff_context.*"),
+    "single_dim": ("single_transformer_blocks", "(attn.*|proj_mlp|proj_out)"),
+}
 _KINDS: Mapping[str, Mapping[str, tuple[str, str]]] = {
+    "chroma": _CHROMA,
     "flux": {
-        "img_attn_dim": ("transformer_blocks", _IMAGE),
-        "txt_attn_dim": ("transformer_blocks", _TEXT),
-        "img_mlp_dim": ("transformer_blocks", "ff.net.*"),
-        "txt_mlp_dim": ("transformer_blocks", "ff_context.*"),
+        **_CHROMA,
         "img_mod_dim": ("transformer_blocks", "norm1.linear"),
         "txt_mod_dim": ("transformer_blocks", "norm1_context.linear"),
-        "single_dim": ("single_transformer_blocks", "(attn.*|proj_mlp|proj_out)"),
         "single_mod_dim": ("single_transformer_blocks", "norm.linear"),
     },
     "sd3": {
@@ -68,6 +73,7 @@ _KINDS: Mapping[str, Mapping[str, tuple[str, str]]] = {
 }
 """Ranks of one kind of layers: argument -> the blocks, and the layers in them. 0 leaves them out."""
 _EMBEDDERS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
+    "chroma": {"in_dims": ("x_embedder", "", "", "", "context_embedder")},
     "flux": {
         "in_dims": (
             "x_embedder",
@@ -88,9 +94,8 @@ _EMBEDDERS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
 """Ranks of layers around the blocks, in this order. 0 leaves one out, as the absence of the argument does."""
 _NO_EFFECT = ("split_qkv", "verbose")
 _CONV = {"conv_dim": 0, "conv_alpha": 1}
-_NO_CONVOLUTIONS = "LoRA of convolutions is supported for SDXL only, in whose blocks they are"
+_NO_CONVOLUTIONS = "LoRA of convolutions is supported for SD and SDXL only, in whose blocks they are"
 _WHY = {"train_t5xxl": "text encoders are not trained here"}
-_ONE_RANK = "all layers of an adapter have one rank and one alpha here"
 
 
 def words_in(given: Found) -> dict[str, str]:
@@ -116,11 +121,11 @@ def add_layers(found: Values, family: str, result: Imported) -> None:
         return
     rank, alpha = (found.first(key, default=of).read(number) for key, of in (("network_dim", 4), ("network_alpha", 1)))
     targets = [*_blocks(family, words), *_around(family, words, rank)]
-    conv = tuple(number(words.pop(key, start)) for key, start in _CONV.items()) if family == "sdxl" else (0, 1)
+    conv = tuple(number(words.pop(key, start)) for key, start in _CONV.items()) if family in ENCODERS else (0, 1)
     if conv == (rank, alpha):
         targets += _CONVOLUTIONS
     elif conv[0]:
-        why = f"{_ONE_RANK}: convolutions are not adapted, but 722 of 788 layers"
+        why = NO_CONVOLUTIONS.format(LAYERS[family])
         fix = f"conv_dim={rank} and conv_alpha={alpha}, as of the other layers, are converted"
         result.leave(f"{place} conv_dim", why, fix=fix, value=f"{conv[0]}, conv_alpha = {conv[1]}")
     result.add("lora_targets", targets, f"{place}; all linear layers of these blocks")
@@ -129,7 +134,7 @@ def add_layers(found: Values, family: str, result: Imported) -> None:
             ranks = "dim" in key
             why = _WHY.get(
                 key,
-                _NO_CONVOLUTIONS if key in _CONV else _ONE_RANK if ranks else "this argument of the network has no counterpart",
+                _NO_CONVOLUTIONS if key in _CONV else ONE_RANK if ranks else "this argument of the network has no counterpart",
             )
             result.leave(f"{place} {key}", why, fix="lora_targets chooses layers" if ranks else "", value=value)
 
@@ -141,12 +146,12 @@ def _ratios(words: Mapping[str, str]) -> tuple[float, float]:
 
 
 def add_text_encoders(found: Values, family: str, result: Imported) -> None:
-    """Train the text encoders of SDXL, which is the default there. Of other families list that they are trained."""
+    """Train the text encoders of SD and SDXL, which is the default there. Of other families list that they are trained."""
     only, rate = found.first("network_train_unet_only", default=False), found.get("text_encoder_lr")
     if only.read(switch):
         result.settled += [each.place for each in (only, rate) if each is not None]
-    elif family == "sdxl":
-        _add_encoders_of_sdxl(found, only.place, result)
+    elif family in ENCODERS:
+        _add_encoders(found, only.place, result)
     elif rate is not None:
         result.leave(rate.place, "text encoders of this family are not trained here", value=rate.value)
     elif family in TEXT_LAYERS:
@@ -154,7 +159,7 @@ def add_text_encoders(found: Values, family: str, result: Imported) -> None:
         result.leave(only.place, why, value=False)
 
 
-def _add_encoders_of_sdxl(found: Values, place: str, result: Imported) -> None:
+def _add_encoders(found: Values, place: str, result: Imported) -> None:
     """Set their learning rate, which is the first there if there are several, and the layers that no default has."""
     rate, words = found.get("text_encoder_lr"), found.first("network_args", default="")
     if rate is None and "unet_lr" in found:
@@ -209,7 +214,7 @@ def _around(family: str, words: Mapping[str, str], rank: int | float) -> Iterato
     """Layers around the blocks that have the rank of the others."""
     for key, targets in _EMBEDDERS.get(family, {}).items():
         for target, dim in zip(targets, _ranks(words.get(key, "")), strict=False):
-            if number(dim) == rank:
+            if target and number(dim) == rank:
                 yield target
 
 

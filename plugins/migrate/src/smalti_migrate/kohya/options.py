@@ -8,7 +8,7 @@ from pathlib import Path
 from smalti import UserError
 from smalti_migrate.command_lines import commands_in
 from smalti_migrate.converters import number, path, whole
-from smalti_migrate.entries import fitting, leave_optimizer
+from smalti_migrate.entries import ENCODERS, fitting, leave_optimizer
 from smalti_migrate.files import Opened, companion, open_file
 from smalti_migrate.kohya import gui, tables
 from smalti_migrate.kohya.data import datasets_of, folders_of, prompts_of
@@ -122,7 +122,7 @@ class _Model:
 
     @property
     def is_flow(self) -> bool:
-        return self.family in ("anima", "flux", "sd3", "lumina2")
+        return self.family in ("anima", "chroma", "flux", "sd3", "lumina2")
 
     @classmethod
     def of(cls, script: str, found: Values, given: str | None, result: Imported) -> _Model:
@@ -138,15 +138,16 @@ class _Model:
                 source = module.place
         if not family and (key := next((key for key in tables.FAMILY_KEYS if key in found), None)):
             family, source = tables.FAMILY_KEYS[key], f"{found[key].place}, which only this family has"
+        key, values, other = tables.VARIANTS.get(family or "sd1x", ("", (), ""))
+        if key in found and found[key].value in values:
+            family, source = other, found[key].place
+            result.settled.append(source)
         if given:
             family, source = given, "--model_family"
         if script in tables.OTHER_SCRIPTS:
             result.leave(script, "smalti does not train what this script trains", fix="it has LoRA and full fine-tuning")
         elif family:
             result.add("model_family", family, source)
-        elif script:
-            why = "files for Stable Diffusion 1 and 2 are not read"
-            result.leave(script, why, fix="--model_family=sdxl if the base model is SDXL")
         else:
             result.leave("model_family", "no key says which model this is", fix="smalti config import FILE --model_family=sdxl")
         if kind == "other" and module is not None:
@@ -193,6 +194,13 @@ def _numbers(found: Values, model: _Model, result: Imported) -> None:
             break
     if found.on("no_half_vae"):
         result.add("vae_dtype", "fp32", found["no_half_vae"].place)
+    if model.family == "anima" and model.kind == "full" and "llm_adapter_lr" not in found:
+        result.leave(f"{DEFAULT}: llm_adapter_lr", "the text conditioner is not trained")
+    if "clip_skip" in found and ENCODERS.get(model.family) == 1:
+        skipped = found["clip_skip"].read(whole) - 1
+        result.add("clip_skip", skipped, source_text("", found["clip_skip"].place, skipped + 1, skipped))
+    if found.on("apply_t5_attn_mask") and model.family == "chroma":
+        result.settled.append(found["apply_t5_attn_mask"].place)
     if found.on("torch_compile"):
         backend = found.first("dynamo_backend", default="inductor")
         result.add("dynamo_backend", str(backend.value).lower(), f"{found['torch_compile'].place}, {backend.place}")
@@ -323,7 +331,7 @@ def _noise_level(given: Found, name: str, step: int, model: _Model, result: Impo
     """The first step of noise that is trained, or the one after the last."""
     if model.is_flow:
         fix = f"{name}, from 0 (image) to 1 (noise)"
-        result.leave(given.place, "the range of timesteps is read for SDXL", fix=fix, value=given.value)
+        result.leave(given.place, "the range of timesteps is read for SD and SDXL", fix=fix, value=given.value)
         return
     result.add(name, step / 1000, source_text("", given.place, step, step / 1000))
     result.settled.append(given.place)
@@ -364,6 +372,7 @@ def _flow(found: Values, family: str, result: Imported) -> None:
         result.copy("flow_weighting", scheme)
     if family == "flux":
         result.copy("flux_guidance_value", found.first("guidance_scale", default=3.5), number)
+    if family in ("chroma", "flux"):
         kind = found.first("model_prediction_type", default="sigma_scaled")
         if kind.value != "raw":
             result.leave(kind.place, "smalti computes the loss of the velocity itself, which is raw there", value=kind.value)

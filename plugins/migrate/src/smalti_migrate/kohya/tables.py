@@ -15,14 +15,16 @@ SCRIPTS = (
     | {"flux_train_network.py": ("flux", "lora"), "flux_train.py": ("flux", "full")}
     | {"sd3_train_network.py": ("sd3", "lora"), "sd3_train.py": ("sd3", "full")}
     | {"lumina_train_network.py": ("lumina2", "lora"), "lumina_train.py": ("lumina2", "full")}
-    | {"anima_train_network.py": ("anima", "lora")}
-    | {"train_network.py": ("", "lora"), "train_db.py": ("", "full"), "fine_tune.py": ("", "full")}
+    | {"anima_train_network.py": ("anima", "lora"), "anima_train.py": ("anima", "full")}
+    | {"train_network.py": ("sd1x", "lora"), "train_db.py": ("sd1x", "full"), "fine_tune.py": ("sd1x", "full")}
 )
-"""Script -> our family and model_type. "" is Stable Diffusion 1 and 2, which is not read."""
+"""Script -> our family and model_type. Those of Stable Diffusion 1 train 2 too, and those of Flux Chroma."""
+VARIANTS = {"sd1x": ("v2", (True, "true", "True"), "sd2x"), "flux": ("model_type", ("chroma",), "chroma")}
+"""Family -> the key, and its values, with which it is another family."""
 OTHER_SCRIPTS = (
     *("train_textual_inversion.py", "sdxl_train_textual_inversion.py", "train_controlnet.py", "train_control_net.py"),
     *("sdxl_train_control_net.py", "sdxl_train_control_net_lllite.py", "flux_train_control_net.py", "train_leco.py"),
-    *("anima_train.py", "hunyuan_image_train_network.py", "sdxl_train_leco.py"),
+    *("hunyuan_image_train_network.py", "sdxl_train_leco.py"),
 )
 """Scripts for what smalti does not train."""
 
@@ -156,12 +158,13 @@ OPTIONS: tuple[Rule, ...] = (
     read("huggingface_repo_id", "push_to_hub", "push_checkpoints_to_hub", "hub_model_id"),
     read("huggingface_repo_visibility", "hub_private", note="private by default, as there"),
     *no_effect("""
-        - torch's attention is always used | xformers sdpa mem_eff_attn flash_attn split_attn
+        - torch's attention is always used | xformers sdpa mem_eff_attn flash_attn split_attn attn_mode
         - texts are encoded once and cached by default | cache_text_encoder_outputs cache_text_encoder_outputs_to_disk
           text_encoder_batch_size vae_batch_size skip_cache_check skip_latents_validity_check
         - reading data and memory are handled automatically | max_data_loader_n_workers persistent_data_loader_workers lowram
           highvram debug_dataset disable_mmap_load_safetensors ddp_gradient_as_bucket_view ddp_static_graph
-          tokenizer_cache_dir num_cpu_threads_per_process dynamic_bucketing fused_optimizer_groups mem_eff_save
+          tokenizer_cache_dir num_cpu_threads_per_process dynamic_bucketing fused_optimizer_groups mem_eff_save vae_chunk_size
+          vae_disable_cache
         - files for other tools are written by `smalti checkpoint export` | save_model_as save_precision no_metadata
           training_comment use_safetensors mem_eff_attn_save metadata_title metadata_author metadata_description
           metadata_license metadata_tags
@@ -169,7 +172,6 @@ OPTIONS: tuple[Rule, ...] = (
           save_last_n_epochs_state save_last_n_steps_state initial_epoch initial_step skip_until_initial_step
         - metrics are always written to events.jsonl | logging_dir log_prefix log_config wandb_run_name
         - only with regularisation images | prior_loss_weight
-        - SDXL and flow models do not use it | clip_skip
         - written by sd-scripts itself | output_config console_log_level console_log_file console_log_simple
         - only with an option that is listed itself | multires_noise_discount noise_offset_random_strength
           ip_noise_gamma_random_strength base_weights_multiplier
@@ -180,7 +182,6 @@ OPTIONS: tuple[Rule, ...] = (
     *unsupported("""
         - text encoders and VAE come from a pipeline, by default the one published for the model | clip_l clip_g t5xxl gemma2
           qwen3 llm_adapter_path t5_tokenizer_path ae vae | base_pipeline = "FOLDER" names another pipeline
-        - files for Stable Diffusion 1 and 2 are not read | v2
         - both text encoders have one learning rate here | text_encoder_lr1 text_encoder_lr2 | text_encoder_lr
         - complete text encoders are not trained here | learning_rate_te learning_rate_te1 learning_rate_te2 train_text_encoder
         - text encoders are not trained alone | network_train_text_encoder_only | train_text_encoder trains them with the model
@@ -214,15 +215,22 @@ OPTIONS: tuple[Rule, ...] = (
           zero3_init_flag | --deepspeed_config=FILE; `smalti deepspeed build` writes one
         - Python modules of the user are not loaded | lr_scheduler_type lr_scheduler_args
         - this schedule is not supported | lr_scheduler_timescale
-        - attention masks of T5 are not applied | apply_t5_attn_mask
+        - text encoders are not trained with the whole model | stop_text_encoder_training
+        - all layers have one learning rate | self_attn_lr cross_attn_lr mlp_lr mod_lr
+        - the text conditioner is not trained | llm_adapter_lr
         - learning rates of single blocks are not supported | block_lr
     """),
-    read("min_timestep", "timestep_min", note="of SDXL, over 1000", off=(*OFF, 0)),
-    read("max_timestep", "timestep_max", note="of SDXL, over 1000", off=(*OFF, 1000)),
+    read("min_timestep", "timestep_min", note="of SD and SDXL, over 1000", off=(*OFF, 0)),
+    read("max_timestep", "timestep_max", note="of SD and SDXL, over 1000", off=(*OFF, 1000)),
     *unsupported("- prompts have the length of the text encoder | max_token_length", off=(*OFF, 75, "75")),
     *unsupported("- the Huber losses have one threshold, huber_c | huber_scale", off=(*OFF, 1)),
     *unsupported("- the number of images that are left out is up to the dataset | dataset_repeats", off=(*OFF, 1, "1")),
-    *unsupported("- only flux, not chroma | model_type", off=(*OFF, "flux")),
+    *unsupported("- captions have one length, qwen3_max_token_length | t5_max_token_length", off=(*OFF, 512, "512")),
+    *unsupported("- pads are those of the tokenizer | no_token_padding"),
+    read("model_type", "model_family", note="chroma", off=(*OFF, "flux")),
+    read("v2", "model_family", note="sd2x"),
+    read("clip_skip", "clip_skip", note="of SD, and 1 less here; others do not use it", off=(*OFF, 1, 2, "1", "2")),
+    read("apply_t5_attn_mask", note="always of Chroma, and of no other family"),
     *secret("huggingface_token", "wandb_api_key"),
 )
 

@@ -8,13 +8,13 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from smalti_migrate.entries import literal
+from smalti_migrate.entries import ENCODERS, literal
 from smalti_migrate.rules import Found, Imported, Values
 
 PRESETS: Mapping[str, Mapping[str, str]] = (
-    {"sdxl": {"attn-mlp": "attentions", "attn-only": "attn"}}
+    {family: {"attn-mlp": "attentions", "attn-only": "attn"} for family in ENCODERS}
     | {"flux": {"attn-mlp": "attn,ff.net,proj_mlp", "attn-only": "attn", "blocks": "transformer_block"}}
-    | {"chroma": {"attn-mlp": "attn,ff.net", "attn-only": "attn", "blocks": "transformer_block"}}
+    | {"chroma": {"attn-mlp": "attn,ff.net,proj_mlp", "attn-only": "attn", "blocks": "transformer_block"}}
     | {"ernie": {"attn-mlp": "self_attention,mlp", "attn-only": "self_attention", "blocks": "layers"}}
     | {"flux2": {"blocks": "transformer_block"}, "sd3": {"attn-only": "attn", "blocks": "transformer_block"}}
     | {"pixart": {"attn-mlp": "attn1,attn2,ff.net", "attn-only": "attn1,attn2", "blocks": "transformer_block"}}

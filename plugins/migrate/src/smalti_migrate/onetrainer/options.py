@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from smalti_migrate.converters import number, path, switch, whole
-from smalti_migrate.entries import DDPM_FAMILIES, fitting, leave_optimizer
+from smalti_migrate.entries import DDPM_FAMILIES, ENCODERS, fitting, leave_optimizer
 from smalti_migrate.files import Opened, companion, open_file
 from smalti_migrate.onetrainer import tables
 from smalti_migrate.onetrainer.data import datasets_of, samples_of, without_concepts
@@ -155,7 +155,7 @@ def _loss(found: Values, result: Imported) -> None:
         result.leave(huber.place, "losses are not combined", fix='loss_type = "l2", or "huber"', value=huber.value)
     if mse.read(number) not in (0, 1):
         result.leave(mse.place, "the loss has no factor; the learning rate has the same effect", value=mse.value)
-    for key, name in (("force_v_prediction", "v_prediction"), ("force_epsilon_prediction", "epsilon")):
+    for key, name in tables.PREDICTIONS.items():
         if found.on(key):
             result.add("prediction_type", name, found[key].place)
 
@@ -273,34 +273,37 @@ def _encoders(found: Values, family: str, kind: str, result: Imported) -> None:
     stops = (f"{each}.stop_training_after{key}" for each in tables.ENCODERS for key in _STOPS)
     result.settled += [found[key].place for key in stops if key in found]
     trained = [each for each in tables.ENCODERS if found.on(f"{each}.train")]
-    if family == "sdxl":  # which has two, whatever a file says of others
-        result.settled += [found[f"{each}.train"].place for each in trained if each not in tables.ENCODERS[:2]]
-        trained = [each for each in tables.ENCODERS[:2] if f"{each}.train" not in found or each in trained]
-    if family == "sdxl" and kind == "lora" and trained:
-        attempt(result, _adapt_encoders, found, trained, result)
+    has = tables.ENCODERS[: ENCODERS.get(family, 0)]
+    if has:  # whatever a file says of others
+        result.settled += [found[f"{each}.train"].place for each in trained if each not in has]
+        trained = [each for each in has if f"{each}.train" not in found or each in trained]
+    if len(has) == 1 and "text_encoder_layer_skip" in found:
+        result.copy("clip_skip", found["text_encoder_layer_skip"], whole)
+    if has and kind == "lora" and trained:
+        attempt(result, _adapt_encoders, found, has, trained, result)
         return
     for each in trained if family else ():
         result.leave(found.first(f"{each}.train", default=True).place, _ENCODERS, value=True)
 
 
-def _adapt_encoders(found: Values, trained: Sequence[str], result: Imported) -> None:
-    """Train adapters of these text encoders of SDXL, in all their linear layers, at their rates. The other one's rate is 0."""
+def _adapt_encoders(found: Values, has: Sequence[str], trained: Sequence[str], result: Imported) -> None:
+    """Train adapters of those text encoders that are trained, in all their linear layers, at their rates. Others' rate is 0."""
     for each in trained:
         train = found.first(f"{each}.train", default=True)
         result.add("train_text_encoder", True, train.place)
         result.settled.append(train.place)
     run, rates = found.first("learning_rate", default=3e-6), list[tuple[str, float, str]]()
-    for name, each in zip(("text_encoder_lr", "text_encoder_2_lr"), tables.ENCODERS, strict=False):
+    for name, each in zip(("text_encoder_lr", "text_encoder_2_lr"), has, strict=False):
         own = found.get(f"{each}.learning_rate")
         rate = own if own is not None and own.value is not None else run
         given = each in trained
         rates.append((name, rate.read(number) if given else 0.0, rate.place if given else found[f"{each}.train"].place))
     _stop(found, trained, result)
-    first, second = rates
-    if first[1] != result.value("learning_rate"):
-        result.add(*first)
-    if second[1] != first[1]:
-        result.add(*second)
+    before = result.value("learning_rate")
+    for name, value, place in rates:
+        if value != before:
+            result.add(name, value, place)
+        before = value
     line = result.lines.get("lora_targets")
     if line is not None and isinstance(line.value, list) and ".*" not in line.value:
         result.add("lora_targets", [*line.value, "fc1", "fc2"], f"{line.source}, and of the text encoders")

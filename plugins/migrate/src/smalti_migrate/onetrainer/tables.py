@@ -13,13 +13,16 @@ NAME = "OneTrainer"
 FAMILIES = (
     {"STABLE_DIFFUSION_XL_10_BASE": "sdxl", "STABLE_DIFFUSION_3": "sd3", "STABLE_DIFFUSION_35": "sd3"}
     | {"PIXART_ALPHA": "pixart", "PIXART_SIGMA": "pixart", "FLUX_DEV_1": "flux", "FLUX_2": "flux2", "SANA": "sana"}
+    | {
+        "STABLE_DIFFUSION_15": "sd1x",
+        **dict.fromkeys((f"STABLE_DIFFUSION_2{each}" for each in ("0", "0_BASE", "1", "1_BASE")), "sd2x"),
+    }
     | {"QWEN": "qwen_image", "Z_IMAGE": "z_image", "CHROMA_1": "chroma", "ERNIE": "ernie", "ANIMA": "anima"}
 )
 OTHER_MODELS = (
-    *("STABLE_DIFFUSION_15", "STABLE_DIFFUSION_15_INPAINTING", "STABLE_DIFFUSION_20", "STABLE_DIFFUSION_20_BASE"),
-    *("STABLE_DIFFUSION_20_INPAINTING", "STABLE_DIFFUSION_20_DEPTH", "STABLE_DIFFUSION_21", "STABLE_DIFFUSION_21_BASE"),
+    *("STABLE_DIFFUSION_15_INPAINTING", "STABLE_DIFFUSION_20_INPAINTING", "STABLE_DIFFUSION_20_DEPTH"),
     *("STABLE_DIFFUSION_XL_10_BASE_INPAINTING", "WUERSTCHEN_2", "STABLE_CASCADE_1", "FLUX_FILL_DEV_1", "HUNYUAN_VIDEO"),
-    "HI_DREAM_FULL",
+    *("HI_DREAM_FULL", "KREA_2", "IDEOGRAM_4"),
 )
 """Models that smalti does not have."""
 OLD_KEYS = {
@@ -65,6 +68,10 @@ BASE_DTYPES = {"BFLOAT_16": "bf16", "FLOAT_16": "bf16", "FLOAT_32": "fp32", "TFL
 PARTS = ("unet", "transformer", "prior")
 """Where settings of the trained model can stand. Older files say `prior` for a transformer."""
 ENCODERS = ("text_encoder", "text_encoder_2", "text_encoder_3", "text_encoder_4")
+PREDICTIONS = {"force_epsilon_prediction": "epsilon"} | dict.fromkeys(
+    ("force_v_prediction", "rescale_noise_scheduler_to_zero_terminal_snr"), "v_prediction"
+)
+"""Switches -> what the model predicts then; the last counts."""
 STOPPED = ("train_text_encoder_frac", "train_text_encoder_steps")
 ADAPTED = ("train_text_encoder", "text_encoder_lr", "text_encoder_2_lr", "lora_targets")
 
@@ -100,7 +107,7 @@ def _encoder(name: str) -> tuple[Rule, ...]:
             f"{name}.train",
             *ADAPTED,
             *STOPPED,
-            note="of a LoRA of SDXL, where it is true by default; others are not trained here",
+            note="of a LoRA of SD or SDXL, where it is true by default; others are not trained here",
         ),
         *no_effect(f"""
         - only of text encoders that are trained here, see train | {name}: learning_rate stop_training_after
@@ -108,7 +115,6 @@ def _encoder(name: str) -> tuple[Rule, ...]:
         - text encoders are kept as they are loaded | {name}: weight_dtype train_embedding attention_mask guidance_scale include
           model_name gradient_checkpointing activation_offloading offload_fraction
         """),
-        *unsupported(f"- the layer of the text encoder is the pipeline's | {name}_layer_skip"),
     )
 
 
@@ -140,6 +146,10 @@ OPTIONS: tuple[Rule, ...] = (
     read("compile", "dynamo_backend", note="inductor"),
     *(rule for part in PARTS for rule in _part(part)),
     *(rule for encoder in ENCODERS for rule in _encoder(encoder)),
+    read("text_encoder_layer_skip", "clip_skip", note="of SD 1 and 2"),
+    *unsupported(f"""
+        - the layer of the text encoder is the pipeline's | {" ".join(f"{name}_layer_skip" for name in ENCODERS[1:])}
+    """),
     read("vae.weight_dtype", "vae_dtype"),
     # Optimizer
     read("learning_rate", "learning_rate", note="the default is 3e-6"),

@@ -88,6 +88,13 @@ def sets(option: str, value: object) -> Convert:
     return convert
 
 
+def streamed_base(value: object, values: Mapping[str, object]) -> Mapping[str, object]:
+    """`ramtorch`, for a LoRA."""
+    if is_on(value) and plain(values.get("model_type")) != "lora":
+        raise ValueError("only the frozen weights of a LoRA are streamed; fsdp_cpu_offload keeps all weights in host memory")
+    return {"stream_base": True} if is_on(value) else {}
+
+
 def prompt_library(value: object, values: Mapping[str, object]) -> Mapping[str, object]:
     """`validation_prompt_library`, a switch there for prompts that SimpleTuner brings, which are not here."""
     return {} if isinstance(plain(value), bool) else {"validation_prompt_library": value}

@@ -44,7 +44,7 @@ FLAVOURS: Mapping[str, Mapping[str, tuple[str, str]]] = {
 """By family, the flavour here; or an empty text and the hub id of its weights, for models without a flavour here."""
 
 OTHER_TASKS: Mapping[str, Mapping[str, str]] = {
-    "anima": dict.fromkeys(("preview", "preview-2", "preview-3"), "the layout of this preview of Anima"),
+    "anima": dict.fromkeys(("preview", "preview-2", "preview-3"), "a preview of Anima, in another layout than base-1.0,"),
     "flux": {"kontext": "image editing"},
     "qwen_image": dict.fromkeys(("edit-v1", "edit-v2", "edit-v2+", "edit-v3"), "image editing"),
     "sdxl": dict.fromkeys(("refiner-1.0", "refiner-0.9"), "the SDXL refiner"),
@@ -61,7 +61,7 @@ OTHER_MODELS: Mapping[tuple[str, str], str] = {
 
 BASE_MODELS: Mapping[str, str] = {
     "chroma": "lodestones/Chroma1-Base",
-    "anima": "CalamitousFelicitousness/Anima-Preview-3-sdnext-diffusers",
+    "anima": "circlestone-labs/Anima-Base-v1.0-Diffusers",
     "flux": "black-forest-labs/FLUX.1-Krea-dev",
     "flux2": "black-forest-labs/FLUX.2-klein-base-9B",
     "pixart": "terminusresearch/pixart-900m-1024-ft-v0.6",
@@ -72,7 +72,10 @@ BASE_MODELS: Mapping[str, str] = {
     "sd3": "stabilityai/stable-diffusion-3.5-medium",
     "z_image": "Tongyi-MAI/Z-Image-Turbo",
 }
-"""What SimpleTuner trains if neither a model nor a flavour is given, for families whose default here is another model."""
+"""What SimpleTuner trains if neither a model nor a flavour is given, for families whose default here is another model.
+
+Of Anima that is preview-3, in a layout of its own: the released model is in its place.
+"""
 
 _ATTENTION = ("to_k", "to_q", "to_v", "to_out.0")
 _CONTEXT = ("add_k_proj", "add_q_proj", "add_v_proj", "to_add_out")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from smalti_migrate.simpletuner.conversions import attention, sets
+from smalti_migrate.simpletuner.conversions import attention, sets, streamed_base
 from smalti_migrate.simpletuner.flavours import flavour, flux_targets
 from smalti_migrate.simpletuner.lycoris import adapter_kind, unless_lycoris
 from smalti_migrate.simpletuner.rules import Rule, ignored, refused, renamed, same
@@ -27,7 +27,10 @@ _PRECISIONS: Mapping[str, tuple[object, str]] = {
     "fp8wo-torchao": ("fp8-torchao", ""),
     "fp8-sdnq": ("fp8-torchao", "8 bits of torchao"),
 }
-_FAMILIES: Mapping[str, tuple[object, str]] = {"pixart_sigma": ("pixart", ""), "pixart-sigma": ("pixart", "")}
+_FAMILIES: Mapping[str, tuple[object, str]] = {
+    **dict.fromkeys(("pixart_sigma", "pixart-sigma"), ("pixart", "")),
+    "cosmos2image": ("cosmos", ""),
+}
 
 MODEL_KEYS: Mapping[str, Rule] = {
     # The model and its parts
@@ -123,7 +126,9 @@ MODEL_KEYS: Mapping[str, Rule] = {
     "gradient_checkpointing_backend": ignored("activations are recomputed, not offloaded", "torch"),
     "enable_group_offload": refused("group offloading is not supported", _LESS_MEMORY, False),
     "enable_model_cpu_offload": refused("model offloading is not supported", _LESS_MEMORY, False),
-    "ramtorch": refused("RamTorch is not supported", _LESS_MEMORY, False),
+    "ramtorch": renamed(
+        "stream_base", "frozen weights of blocks are copied from host memory", neutral=(False,), convert=streamed_base
+    ),
     "musubi_blocks_to_swap": refused("block swap is not supported", _LESS_MEMORY, 0),
     "musubi_block_swap_device": ignored("block swap is not supported", "cpu"),
     "enable_chunked_feed_forward": ignored("it changes speed and memory only", False),

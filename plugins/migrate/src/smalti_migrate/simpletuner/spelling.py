@@ -114,7 +114,8 @@ def _always(option: str, value: object) -> ReferenceDefault:
 
 def _shift(values: Values) -> object:
     family = values.get("model_family")
-    return None if family is None or _is_ddpm(family) or is_on(values.get("flow_schedule_auto_shift", False)) else 3.0
+    unshifted = family is None or _is_ddpm(family) or family == "cosmos"  # whose noise levels are EDM's
+    return None if unshifted or is_on(values.get("flow_schedule_auto_shift", False)) else 3.0
 
 
 def _epochs(values: Values) -> object:
