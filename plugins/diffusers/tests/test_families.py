@@ -42,6 +42,8 @@ CALLS = {
     "flux2 klein": [PROMPTS, EMPTY],
     "flux2 klein distilled": [PROMPTS],
     "flux2 dev": [PROMPTS],
+    "krea2": [PROMPTS, EMPTY],
+    "krea2 turbo": [PROMPTS, EMPTY],
     "lumina2": [PROMPTS, EMPTY],
     "qwen image": [PROMPTS, EMPTY],
     "z image": [PROMPTS + EMPTY],
@@ -51,12 +53,14 @@ UNGUIDED = {
     "flux": {},
     "flux schnell": {},
     "flux2 dev": {},
+    "krea2": {"guidance_scale": 0.0},
+    "krea2 turbo": {"guidance_scale": 0.0},
     "qwen image": {"true_cfg_scale": 1.0},
     "z image": {"guidance_scale": 0.0},
 }
 
 
-VARIANTS = ("flux schnell", "flux2 klein distilled", "sd3.5")
+VARIANTS = ("flux schnell", "flux2 klein distilled", "krea2 turbo", "sd3.5")
 """Other settings of a family that is drawn with all the same."""
 
 
@@ -241,14 +245,15 @@ def test_times_are_moved_towards_noise_as_the_pipelines_scheduler_moves_them(fam
 
 
 def test_an_image_counts_as_many_tokens_as_the_blocks_are_given(drawn):
-    """Z-Image's first block is given them padded to a multiple of 32."""
+    """Z-Image's first block is given them padded to a multiple of 32, that of Krea 2 after those of the text."""
     lengths, names = [], ("noise_refiner.0", "transformer_blocks.0", "joint_transformer_blocks.0", "x_embedder")
+    names = ("img_in",) if drawn.family.name == "krea2" else names
     model = drawn.built()
     block = next(module for name, module in reversed(list(model.named_modules())) if name in names)
 
     def note(module, arguments, keywords):
         states = signature(type(module).forward).bind(module, *arguments, **keywords).arguments
-        given = states.get("hidden_states", states.get("x"))
+        given = states.get("hidden_states", states.get("x", states.get("input")))
         lengths.append(given.shape[1] if given.ndim == 3 else given.shape[2:].numel())
 
     hook = block.register_forward_pre_hook(note, with_kwargs=True)
@@ -392,6 +397,7 @@ TestStableDiffusion3 = contract("sd3.5")
 TestPixArt = contract("pixart alpha")
 TestSana = contract("sana")
 TestAuraFlow = contract("auraflow")
+TestKrea2 = contract("krea2")
 TestLumina2 = contract("lumina2", 240)  # which the instruction is a part of
 TestQwenImage = contract("qwen image")
 TestZImage = contract("z image")

@@ -49,6 +49,7 @@ _FAMILIES = {
     "auraflow": "auraflow",
     "chroma": "chroma",
     "cosmos-2.0-t2i-2B": "anima",
+    "krea2": "krea2",
     "lumina2": "lumina2",
     "sana": "sana",
     "z-image-turbo": "z_image",
