@@ -13,6 +13,7 @@ from diffusers import (
     DiffusionPipeline,
     FluxPipeline,
     FluxTransformer2DModel,
+    Krea2Transformer2DModel,
     Lumina2Transformer2DModel,
     SD3Transformer2DModel,
 )
@@ -110,6 +111,7 @@ HIDDEN = {
     "chroma": (ChromaTransformer2DModel, PUBLISHED["chroma"][1] | {"num_layers": 1, "num_single_layers": 1}),
     "flux": (FluxTransformer2DModel, FLUX_DEV | {"num_layers": 1, "num_single_layers": 1}),
     "sd3": (SD3Transformer2DModel, {"num_layers": 2, "attention_head_dim": 16, "num_attention_heads": 2}),
+    "krea2": (Krea2Transformer2DModel, {"num_layers": 2}),
     "lumina2": (Lumina2Transformer2DModel, {"num_layers": 1}),
     "anima": (CosmosTransformer3DModel, ANIMA | {"num_layers": 2, "num_attention_heads": 2}),
 }
@@ -126,6 +128,7 @@ CONVERSIONS = {
     "chroma": converted_chroma,
     "flux": single_file_utils.convert_flux_transformer_checkpoint_to_diffusers,
     "sd3": single_file_utils.convert_sd3_transformer_checkpoint_to_diffusers,
+    "krea2": single_file_utils.convert_krea2_transformer_checkpoint_to_diffusers,
     "lumina2": single_file_utils.convert_lumina2_to_diffusers,
     "anima": single_file_utils.convert_cosmos_transformer_checkpoint_to_diffusers,
 }

@@ -19,8 +19,8 @@ REAL = (
     ),
 )
 OTHERS = (
-    *("anima", "auraflow", "chroma", "ernie", "flux2", "lumina2", "pixart", "qwen_image", "sana", "sd1x", "sd2x"),
-    "z_image",
+    *("anima", "auraflow", "chroma", "ernie", "flux2", "krea2", "lumina2", "pixart", "qwen_image", "sana"),
+    *("sd1x", "sd2x", "z_image"),
 )
 DDP_OWN = 1024
 """Bytes that DDP keeps for itself, such as which parameters were used."""
