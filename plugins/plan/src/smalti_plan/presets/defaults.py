@@ -32,8 +32,11 @@ _LORA_SOURCES = {
     "sd3": f"{_TOOLKIT}/train_lora_sd35_large_24gb.yaml",
 }
 """Published configurations of a LoRA of the same family, one image in a step: all have the rate 1e-4 and the rank 16."""
-_LORA_RATES = {"sdxl": "https://github.com/huggingface/diffusers/blob/main/examples/dreambooth/README_sdxl.md"}
+_DREAMBOOTH = "https://github.com/huggingface/diffusers/blob/main/examples/dreambooth"
+_LORA_RATES = {"sdxl": f"{_DREAMBOOTH}/README_sdxl.md"}
 """Published configurations with this rate and another rank or none."""
+_LORA_OTHERS = {"krea2": (3e-4, 32, f"{_DREAMBOOTH}/README_krea2.md")}
+"""Published configurations with another rate and rank."""
 _FULL_RATES = {"sdxl": (3e-6, "OneTrainer's preset for SDXL in full")}
 _FULL_RATE = (1e-5, "OneTrainer's presets for Qwen-Image in full; ai-toolkit has 3e-5 with Adafactor")
 _BYTES_OF_STATE = 12
@@ -104,8 +107,9 @@ def training_lines(request: Request) -> Iterator[tuple[str, Line]]:
     yield "max_train_steps", Line(value=steps, why=f"{why}, {batch} in a step" if batch > 1 else f"steps of one image, {why}")
     if request.goal == "lora":
         source = _LORA_SOURCES.get(request.entry.name, f"as for FLUX.1: {_LORA_SOURCES['flux']}")
-        yield "learning_rate", Line(value=1e-4, why=_LORA_RATES.get(request.entry.name, source))
-        yield "lora_rank", Line(value=16, why=f"{source}; more for a style with much detail")
+        rate, rank, source = _LORA_OTHERS.get(request.entry.name, (1e-4, 16, source))
+        yield "learning_rate", Line(value=rate, why=_LORA_RATES.get(request.entry.name, source))
+        yield "lora_rank", Line(value=rank, why=f"{source}; more for a style with much detail")
         return
     rate, source = _FULL_RATES.get(request.entry.name, _FULL_RATE)
     yield "learning_rate", Line(value=rate, why=source)
