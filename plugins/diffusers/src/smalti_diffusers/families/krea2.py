@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from smalti import Config
-from smalti.diffusion import ConstantShift, Conditioning
+from smalti.diffusion import Conditioning, ConstantShift
 from smalti.models import SampleRequest
 from smalti_diffusers.families.autoencoders import VideoAutoencoder
 from smalti_diffusers.families.captions import LayerRows, Mask
