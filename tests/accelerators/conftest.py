@@ -30,6 +30,7 @@ PIPELINE_MODULES = {
     "ernie": "diffusers.pipelines.ernie_image.pipeline_ernie_image",
     "flux": "diffusers.pipelines.flux.pipeline_flux",
     "flux2": "diffusers.pipelines.flux2.pipeline_flux2_klein",
+    "ideogram": "diffusers.pipelines.ideogram4.pipeline_ideogram4",
     "krea2": "diffusers.pipelines.krea2.pipeline_krea2",
     "lumina2": "diffusers.pipelines.lumina2.pipeline_lumina2",
     "pixart": "diffusers.pipelines.pixart_alpha.pipeline_pixart_sigma",

@@ -119,6 +119,14 @@ def lumina2(c, n, m):
     return ends + once + modulation + c.num_refiner_layers * (block(n) + block(m)) + c.num_layers * block(t)
 
 
+def ideogram(c, n, m):
+    d, t = width_of(c), n + m
+    ends = linear(t, c.in_channels, d) + linear(t, c.llm_features_dim, d) + linear(t, d, c.in_channels)
+    once = embedded(d, d) + linear(1, d, c.adaln_dim) + linear(1, c.adaln_dim, d)
+    block = linear(t, d, 4 * d + 3 * c.intermediate_size) + attention(t, t, d) + linear(1, c.adaln_dim, 4 * d)
+    return ends + once + c.num_layers * block
+
+
 def krea2(c, n, m):
     d, w, t, layers = width_of(c), c.text_hidden_dim, n + m, c.num_text_layers
     fused = w // c.text_num_attention_heads

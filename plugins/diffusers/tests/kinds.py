@@ -2,7 +2,7 @@
 
 import tiny
 
-from smalti_diffusers.families.tokens import pack
+from smalti_diffusers.families.tokens import FLAT, pack
 
 MAKERS = {
     "flux": ("flux", tiny.flux, {}),
@@ -18,6 +18,7 @@ MAKERS = {
     "pixart alpha": ("pixart", tiny.pixart, {"alpha": True}),
     "sana": ("sana", tiny.sana, {}),
     "auraflow": ("auraflow", tiny.auraflow, {}),
+    "ideogram": ("ideogram", tiny.ideogram, {}),
     "krea2": ("krea2", tiny.krea2, {}),
     "krea2 turbo": ("krea2", tiny.krea2, {"distilled": True}),
     "lumina2": ("lumina2", tiny.lumina2, {}),
@@ -39,13 +40,14 @@ EMPTY = [""] * len(PROMPTS)
 SIZE = (96, 64)
 GUIDANCE = 3.5
 # What pipelines take as latents, where that is not what smalti calls so.
-GIVEN = {"flux": pack, "chroma": pack, "krea2": pack, "qwen_image": pack}
+GIVEN = {"flux": pack, "chroma": pack, "ideogram": FLAT.pack, "krea2": pack, "qwen_image": pack}
 # What a run says to the pipeline where the pipeline's own default would be another one.
 TOLD = {
     "flux schnell": {"max_sequence_length": 256},
     "pixart sigma": {"use_resolution_binning": False, "clean_caption": False},
     "pixart alpha": {"use_resolution_binning": False, "clean_caption": False},
     "sana": {"use_resolution_binning": False},
+    "ideogram": {"guidance_schedule": None, "max_sequence_length": 64},
     "krea2": {"guidance_scale": GUIDANCE - 1},
     "krea2 turbo": {"guidance_scale": GUIDANCE - 1},
     "qwen image": {"true_cfg_scale": GUIDANCE, "negative_prompt": [" "] * len(PROMPTS)},

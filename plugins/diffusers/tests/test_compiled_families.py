@@ -10,10 +10,10 @@ from support.forked_ranks import forked_processes
 from support.whole import some
 
 FAMILIES = (
-    *("anima", "auraflow", "chroma", "ernie", "flux", "flux2", "krea2", "lumina2", "pixart", "qwen_image"),
+    *("anima", "auraflow", "chroma", "ernie", "flux", "flux2", "ideogram", "krea2", "lumina2", "pixart", "qwen_image"),
     *("sana", "sd3", "sdxl", "z_image"),
 )
-WHOLE = ("anima", "chroma", "ernie", "krea2", "lumina2", "sana", "sdxl", "z_image")
+WHOLE = ("anima", "chroma", "ernie", "ideogram", "krea2", "lumina2", "sana", "sdxl", "z_image")
 """Their tokens cannot be split."""
 MOST = {"sdxl": 9}
 """Graphs for one size of images; of others 4. Residual blocks of this U-Net have seven pairs of widths: a graph each."""

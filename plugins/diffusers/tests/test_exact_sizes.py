@@ -17,6 +17,7 @@ from smalti_diffusers.families.chroma import Chroma
 from smalti_diffusers.families.ernie import Ernie
 from smalti_diffusers.families.flux import Flux
 from smalti_diffusers.families.flux2 import Flux2
+from smalti_diffusers.families.ideogram import Ideogram
 from smalti_diffusers.families.krea2 import Krea2
 from smalti_diffusers.families.lumina2 import Lumina2
 from smalti_diffusers.families.pixart import PixArt
@@ -47,6 +48,7 @@ MODELS = {
     "sana 1600m": (Sana, "1600m-1024"),
     "sana 600m": (Sana, "600m-1024"),
     "auraflow 0.1": (AuraFlow, "0.1"),
+    "ideogram": (Ideogram, "v4"),
     "krea2": (Krea2, "raw"),
     "lumina2": (Lumina2, "2.0"),
     "qwen image": (QwenImage, "image"),
@@ -65,6 +67,7 @@ KEPT = (
     "pixart sigma",
     "sana 600m",
     "auraflow 0.1",
+    "ideogram",
     "krea2",
     "lumina2",
     "qwen image",
@@ -86,6 +89,7 @@ PARAMETERS = {
     "sana 1600m": 1_604_462_752,
     "sana 600m": 591_747_872,
     "auraflow 0.1": 6_842_876_928,
+    "ideogram": 0,
     "krea2": 12_820_073_036,
     "lumina2": 2_609_769_152,
     "qwen image": 20_430_401_088,

@@ -11,12 +11,13 @@ import torch
 from compared import compares
 from diffusers import DiffusionPipeline
 from diffusers.pipelines.flux.pipeline_flux import calculate_shift
+from diffusers.pipelines.ideogram4.pipeline_ideogram4 import _logit_normal_sigmas, _resolution_aware_mu
 from kinds import EMPTY, GIVEN, GUIDANCE, MAKERS, PROMPTS, SIZE, TOLD, masked
 
 from smalti import UserError
 from smalti.config.resolution import resolve
 from smalti.diffusion.objective import RectifiedFlow
-from smalti.diffusion.timesteps import shift_times
+from smalti.diffusion.timesteps import LogitNormal, shift_times
 from smalti.models.family import SampleRequest
 from smalti.plugins.discovery import load_plugins
 from smalti.plugins.lookup import find_family
@@ -42,6 +43,7 @@ CALLS = {
     "flux2 klein": [PROMPTS, EMPTY],
     "flux2 klein distilled": [PROMPTS],
     "flux2 dev": [PROMPTS],
+    "ideogram": [PROMPTS],
     "krea2": [PROMPTS, EMPTY],
     "krea2 turbo": [PROMPTS, EMPTY],
     "lumina2": [PROMPTS, EMPTY],
@@ -232,8 +234,9 @@ def test_an_empty_caption_of_sana_has_no_instruction_before_it(family_of):
 
 @pytest.mark.parametrize("kind", MAKERS)
 def test_the_length_of_captions_can_be_chosen(family_of, kind):
-    tokens = family_of(kind, "--tokenizer_max_length=24").encode_captions(PROMPTS)["tokens"]
-    assert tokens.shape[1] == 24 + 77 * kind.startswith("sd3")
+    length = 40 if kind == "ideogram" else 24
+    tokens = family_of(kind, f"--tokenizer_max_length={length}").encode_captions(PROMPTS)["tokens"]
+    assert tokens.shape[1] == length + 77 * kind.startswith("sd3")
 
 
 @pytest.mark.parametrize("kind", ["flux", "flux schnell", "sd3", "auraflow", "lumina2", "z image", "anima"])
@@ -245,9 +248,9 @@ def test_times_are_moved_towards_noise_as_the_pipelines_scheduler_moves_them(fam
 
 
 def test_an_image_counts_as_many_tokens_as_the_blocks_are_given(drawn):
-    """Z-Image's first block is given them padded to a multiple of 32, that of Krea 2 after those of the text."""
+    """Z-Image's first block is given them padded to a multiple of 32, that of Ideogram after 64 of text."""
     lengths, names = [], ("noise_refiner.0", "transformer_blocks.0", "joint_transformer_blocks.0", "x_embedder")
-    names = ("img_in",) if drawn.family.name == "krea2" else names
+    names = {"krea2": ("img_in",), "ideogram": ("input_proj",)}.get(drawn.family.name, names)
     model = drawn.built()
     block = next(module for name, module in reversed(list(model.named_modules())) if name in names)
 
@@ -262,7 +265,7 @@ def test_an_image_counts_as_many_tokens_as_the_blocks_are_given(drawn):
         drawn.family.forward(model, drawn.noise, drawn.timesteps[:1].float().expand(2), conditioning)
     hook.remove()
     said = drawn.family.image_tokens(*SIZE)
-    assert lengths[0] == (-(-said // 32) * 32 if drawn.family.name == "z_image" else said)
+    assert lengths[0] - 64 * (drawn.family.name == "ideogram") == (-(-said // 32) * 32 if drawn.family.name == "z_image" else said)
 
 
 @pytest.mark.parametrize(
@@ -318,6 +321,20 @@ def test_a_scheduler_that_needs_a_package_is_refused_without_it(family_of, tmp_p
     monkeypatch.setattr("smalti_diffusers.families.chroma.find_spec", lambda name: None)
     with pytest.raises(UserError, match="needs scipy"):
         Chroma(Components(folder), DiffusersOptions())
+
+
+def test_a_caption_that_is_too_long_for_ideogram_is_refused_with_its_beginning(family_of):
+    with pytest.raises(UserError, match=r"the caption 'A red fox in the snow' is longer .*exceeds max_sequence_length=24") as refused:
+        family_of("ideogram", "--tokenizer_max_length=24").encode_captions(["a", "A red fox in the snow"])
+    assert "larger --tokenizer_max_length" in refused.value.fix
+
+
+def test_ideogram_is_trained_at_the_noise_levels_of_its_pipelines_schedule(family_of):
+    """Which are quantiles of sigmoid(mu + 1.5 N(0, 1)); mu grows with the image."""
+    times, size = torch.linspace(0, 1, 5)[1:].double(), (1024, 768)
+    sigmas = _logit_normal_sigmas(4, _resolution_aware_mu(*size, base_mu=0.0), std=1.5).flip(0)
+    ours = shift_times(LogitNormal(std=1.5)(times), family_of("ideogram").flow_shift.at(size[0] * size[1] // 16**2))
+    torch.testing.assert_close(ours[:3], sigmas[:3].double(), atol=1e-6, rtol=0)
 
 
 def test_no_query_of_chroma_has_everything_masked(family_of):
@@ -397,6 +414,7 @@ TestStableDiffusion3 = contract("sd3.5")
 TestPixArt = contract("pixart alpha")
 TestSana = contract("sana")
 TestAuraFlow = contract("auraflow")
+TestIdeogram = contract("ideogram", 64)
 TestKrea2 = contract("krea2")
 TestLumina2 = contract("lumina2", 240)  # which the instruction is a part of
 TestQwenImage = contract("qwen image")

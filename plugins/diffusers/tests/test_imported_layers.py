@@ -64,6 +64,7 @@ ONETRAINER = {
     "z_image": ("Z_IMAGE", 276),
     "anima": ("ANIMA", 454),
     "krea2": ("KREA_2", 264),
+    "ideogram": ("IDEOGRAM_4", 279),
 }
 
 

@@ -47,7 +47,7 @@ LEFT_OUT = {
     "nobody has written its family yet": (
         *("Bria(Fibo|Fibo2)?", "CogView3Plus", "CogView4", "Cosmos2TextToImage"),
         *("DreamLite(Mobile)?", "Flux3Modular", "GlmImage", "HiDreamImage", "HunyuanDiT", "HunyuanImage"),
-        *("Ideogram4", "Kandinsky5T2I", "Kolors", "LongCatImage", "Lumina", "NucleusMoEImage", "OmniGen"),
+        *("Kandinsky5T2I", "Kolors", "LongCatImage", "Lumina", "NucleusMoEImage", "OmniGen"),
         *("OvisImage", "PRX(Pixel)?", "QwenImage21"),
     ),
 }

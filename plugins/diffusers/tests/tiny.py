@@ -24,6 +24,8 @@ from diffusers import (
     Flux2Transformer2DModel,
     FluxPipeline,
     FluxTransformer2DModel,
+    Ideogram4Pipeline,
+    Ideogram4Transformer2DModel,
     Krea2Pipeline,
     Krea2Transformer2DModel,
     Lumina2Pipeline,
@@ -354,6 +356,35 @@ def qwen_image(folder: Path) -> Path:
         text_encoder=Qwen2_5_VLForConditionalGeneration(Qwen2_5_VLConfig(text_config=text | heads, vision_config=vision)),
         tokenizer=tokenizer,
         transformer=transformer,
+    ).save_pretrained(folder)
+    return folder
+
+
+def ideogram(folder: Path) -> Path:
+    """Ideogram 4, with the second transformer that it is guided away from."""
+    torch.manual_seed(0)
+    tokenizer = chat_tokenizer()
+    transformers = [
+        Ideogram4Transformer2DModel(
+            in_channels=16,
+            num_layers=2,
+            attention_head_dim=16,
+            num_attention_heads=2,
+            intermediate_size=48,
+            adaln_dim=16,
+            llm_features_dim=13 * 16,
+            rope_theta=10_000,
+            mrope_section=(4, 2, 2),
+        )
+        for _ in range(2)
+    ]
+    Ideogram4Pipeline(
+        scheduler=FlowMatchEulerDiscreteScheduler(),
+        vae=patch_vae(),
+        text_encoder=qwen3_vl(len(tokenizer), layers=36, width=16),
+        tokenizer=tokenizer,
+        transformer=transformers[0],
+        unconditional_transformer=transformers[1],
     ).save_pretrained(folder)
     return folder
 

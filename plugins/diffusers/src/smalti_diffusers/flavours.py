@@ -22,6 +22,7 @@ FLAVOURS: Mapping[str, Mapping[str, str]] = {
         "klein-9b": "black-forest-labs/FLUX.2-klein-9B",
         "dev": "black-forest-labs/FLUX.2-dev",
     },
+    "ideogram": {"v4": "ideogram-ai/ideogram-v4", "v4-bf16": "CalamitousFelicitousness/Ideogram-4-bf16-Diffusers"},
     "krea2": {"raw": "krea/Krea-2-Raw", "turbo": "krea/Krea-2-Turbo"},
     "lumina2": {"2.0": "Alpha-VLLM/Lumina-Image-2.0"},
     "pixart": {

@@ -25,6 +25,7 @@ FAMILIES = (
     _entry("ernie", "ERNIE-Image", "Ernie"),
     _entry("flux", "Flux.1", "Flux"),
     _entry("flux2", "Flux.2", "Flux2"),
+    _entry("ideogram", "Ideogram 4", "Ideogram"),
     _entry("krea2", "Krea 2", "Krea2"),
     _entry("lumina2", "Lumina Image 2.0", "Lumina2"),
     _entry("pixart", "PixArt Sigma and Alpha", "PixArt"),

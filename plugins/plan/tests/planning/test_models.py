@@ -19,7 +19,7 @@ REAL = (
     ),
 )
 OTHERS = (
-    *("anima", "auraflow", "chroma", "ernie", "flux2", "krea2", "lumina2", "pixart", "qwen_image", "sana"),
+    *("anima", "auraflow", "chroma", "ernie", "flux2", "ideogram", "krea2", "lumina2", "pixart", "qwen_image", "sana"),
     *("sd1x", "sd2x", "z_image"),
 )
 DDP_OWN = 1024

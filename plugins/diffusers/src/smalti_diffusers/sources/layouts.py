@@ -229,6 +229,11 @@ _COSMOS = {
     "proj_out": "final_layer.linear",
 }
 
+_IDEOGRAM = _block(
+    "layers.{}.attention",
+    "layers.{}.attention",
+    {**_joined(("to_q", "to_k", "to_v"), "qkv"), "to_out.0": "o"},
+)
 _KREA2_BLOCK = {
     "attn.to_q": "attn.wq",
     "attn.to_k": "attn.wk",
@@ -353,6 +358,7 @@ LAYOUTS: Mapping[str, Callable[[Config], Table]] = {
     "CosmosTransformer3DModel": lambda config: _COSMOS,
     "Flux2Transformer2DModel": lambda config: _FLUX2,
     "FluxTransformer2DModel": lambda config: _FLUX,
+    "Ideogram4Transformer2DModel": lambda config: _IDEOGRAM,
     "Krea2Transformer2DModel": lambda config: _KREA2,
     "Lumina2Transformer2DModel": lambda config: _LUMINA2,
     "QwenImageTransformer2DModel": lambda config: {},

@@ -14,7 +14,7 @@ FAMILIES = (
     {"STABLE_DIFFUSION_XL_10_BASE": "sdxl", "STABLE_DIFFUSION_3": "sd3", "STABLE_DIFFUSION_35": "sd3"}
     | {"PIXART_ALPHA": "pixart", "PIXART_SIGMA": "pixart", "FLUX_DEV_1": "flux", "FLUX_2": "flux2", "SANA": "sana"}
     | {"QWEN": "qwen_image", "Z_IMAGE": "z_image", "CHROMA_1": "chroma", "ERNIE": "ernie", "ANIMA": "anima"}
-    | {"KREA_2": "krea2"}
+    | {"KREA_2": "krea2", "IDEOGRAM_4": "ideogram"}
 )
 OTHER_MODELS = (
     *("STABLE_DIFFUSION_15", "STABLE_DIFFUSION_15_INPAINTING", "STABLE_DIFFUSION_20", "STABLE_DIFFUSION_20_BASE"),
