@@ -13,6 +13,7 @@ from diffusers import (
     DiffusionPipeline,
     FluxPipeline,
     FluxTransformer2DModel,
+    Ideogram4Pipeline,
     Krea2Transformer2DModel,
     Lumina2Transformer2DModel,
     SD3Transformer2DModel,
@@ -187,6 +188,20 @@ def test_diffusers_reads_the_kohya_format_of_flux(adapter, tmp_path):
     for layer in layers:
         down, up = (state[f"transformer.{layer}.lora_{each}.weight"] for each in "AB")
         assert_same_change(trained, layer, up, down)
+
+
+@compares("formats of adapters", ["ideogram"], "kohya")
+@pytest.mark.parametrize("name", ["ideogram"])
+def test_layers_of_kohya_are_those_that_diffusers_converts_from_the_original_model(adapter, tmp_path, name):
+    made = adapter(name)
+    found = tensors(made.export(tmp_path / "style", format="kohya"))
+    names = {kohya_name(each): each for each in original_layers(made.model, dict(made.subject.family.model_config))}
+    parts = {key: key.partition(".") for key in found}
+    state = {f"diffusion_model.{names[layer]}.{part}": found[key] for key, (layer, _, part) in parts.items()}
+    state = Ideogram4Pipeline.lora_state_dict(state)
+    for layer, delta in made.deltas.items():
+        down, up = (state[f"transformer.{layer}.lora_{each}.weight"] for each in "AB")
+        torch.testing.assert_close(up @ down, delta)
 
 
 @pytest.mark.parametrize(

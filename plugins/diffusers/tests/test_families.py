@@ -324,8 +324,8 @@ def test_a_scheduler_that_needs_a_package_is_refused_without_it(family_of, tmp_p
 
 
 def test_a_caption_that_is_too_long_for_ideogram_is_refused_with_its_beginning(family_of):
-    with pytest.raises(UserError, match=r"the caption 'A red fox in the snow' is longer .*exceeds max_sequence_length=24") as refused:
-        family_of("ideogram", "--tokenizer_max_length=24").encode_captions(["a", "A red fox in the snow"])
+    with pytest.raises(UserError, match=r"the caption 'A red fox in the snow' is longer .*exceeds max_sequence_length=8") as refused:
+        family_of("ideogram", "--tokenizer_max_length=8").encode_captions(["a", "A red fox in the snow"])
     assert "larger --tokenizer_max_length" in refused.value.fix
 
 
