@@ -8,7 +8,10 @@ from accelerators.orderly import Orderly
 from support.forked_ranks import forked_processes
 from support.whole import some
 
-OTHERS = ("sd3", "flux2", "pixart", "sana", "auraflow", "lumina2", "qwen_image", "z_image", "chroma", "ernie", "anima", "krea2", "ideogram")
+OTHERS = (
+    *("sd3", "flux2", "pixart", "sana", "auraflow", "lumina2", "qwen_image", "z_image", "chroma", "ernie", "anima"),
+    *("krea2", "ideogram"),
+)
 RUNS = {
     "sdxl": {"family": "sdxl", "flags": ["fsdp_enable", "use_ema"]},
     "flux adapter": {"family": "flux", "flags": ["fsdp_enable"], "model_type": "lora", "lora_rank": 4},

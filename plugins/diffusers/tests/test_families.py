@@ -265,7 +265,9 @@ def test_an_image_counts_as_many_tokens_as_the_blocks_are_given(drawn):
         drawn.family.forward(model, drawn.noise, drawn.timesteps[:1].float().expand(2), conditioning)
     hook.remove()
     said = drawn.family.image_tokens(*SIZE)
-    assert lengths[0] - 64 * (drawn.family.name == "ideogram") == (-(-said // 32) * 32 if drawn.family.name == "z_image" else said)
+    assert lengths[0] - 64 * (drawn.family.name == "ideogram") == (
+        -(-said // 32) * 32 if drawn.family.name == "z_image" else said
+    )
 
 
 @pytest.mark.parametrize(
@@ -324,7 +326,9 @@ def test_a_scheduler_that_needs_a_package_is_refused_without_it(family_of, tmp_p
 
 
 def test_a_caption_that_is_too_long_for_ideogram_is_refused_with_its_beginning(family_of):
-    with pytest.raises(UserError, match=r"the caption 'A red fox in the snow' is longer .*exceeds max_sequence_length=8") as refused:
+    with pytest.raises(
+        UserError, match=r"the caption 'A red fox in the snow' is longer .*exceeds max_sequence_length=8"
+    ) as refused:
         family_of("ideogram", "--tokenizer_max_length=8").encode_captions(["a", "A red fox in the snow"])
     assert "larger --tokenizer_max_length" in refused.value.fix
 

@@ -39,10 +39,16 @@ class SquareAutoencoder(PatchAutoencoder):
     """That of Flux.2, with the four pixels of a square outside of the channels of each."""
 
     def squares(self, raw: Tensor) -> Tensor:
-        return super().squares(raw).unflatten(1, (-1, 4)).transpose(1, 2).flatten(1, 2)
+        return _exchanged(super().squares(raw), raw.shape[1])
 
     def pixels(self, latents: Tensor) -> Tensor:
-        return super().pixels(latents.unflatten(1, (4, -1)).transpose(1, 2).flatten(1, 2))
+        return super().pixels(_exchanged(latents, 4))
+
+
+def _exchanged(latents: Tensor, outer: int) -> Tensor:
+    """With the channels in the other order: `outer` of them are the outer ones before."""
+    batch, channels, *size = latents.shape
+    return latents.reshape(batch, outer, channels // outer, *size).transpose(1, 2).reshape(latents.shape)
 
 
 @dataclass(frozen=True, kw_only=True)
