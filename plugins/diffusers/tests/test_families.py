@@ -9,7 +9,7 @@ from inspect import signature
 import pytest
 import torch
 from compared import compares
-from diffusers import DiffusionPipeline
+from diffusers import DiffusionPipeline, Krea2Transformer2DModel
 from diffusers.pipelines.flux.pipeline_flux import calculate_shift
 from diffusers.pipelines.ideogram4.pipeline_ideogram4 import _logit_normal_sigmas, _resolution_aware_mu
 from kinds import EMPTY, GIVEN, GUIDANCE, MAKERS, PROMPTS, SIZE, TOLD, masked
@@ -323,6 +323,25 @@ def test_a_scheduler_that_needs_a_package_is_refused_without_it(family_of, tmp_p
     monkeypatch.setattr("smalti_diffusers.families.chroma.find_spec", lambda name: None)
     with pytest.raises(UserError, match="needs scipy"):
         Chroma(Components(folder), DiffusersOptions())
+
+
+def test_the_frozen_weights_of_krea_2_have_the_types_that_diffusers_gives_them(family_of):
+    """Scales of norms are their difference from 1 there: in bf16 they would be rounded as their sum."""
+    family = family_of("krea2", "--model_type=lora", "--lora_base_dtype=bf16", "--lora_targets=img_in")
+    theirs = Krea2Transformer2DModel.from_pretrained(family.components.folder / "transformer", torch_dtype=torch.bfloat16)
+    types = {name: each.dtype for name, each in theirs.named_parameters()}
+    ours = {name.replace(".base_layer", ""): each for name, each in family.build_model().named_parameters()}
+    assert {name: each.dtype for name, each in ours.items() if "lora_" not in name} == types
+    assert {*types.values()} == {torch.bfloat16, torch.float32}
+
+
+def test_the_distilled_krea_2_is_trained_with_the_shift_of_its_pipeline(family_of):
+    assert (
+        family_of("krea2 turbo").flow_shift.at(1)
+        == family_of("krea2 turbo").flow_shift.at(4096)
+        == pytest.approx(3.158, abs=1e-3)
+    )
+    assert family_of("krea2").flow_shift.at(4096) == pytest.approx(2.478, abs=1e-2)
 
 
 def test_a_caption_that_is_too_long_for_ideogram_is_refused_with_its_beginning(family_of):
