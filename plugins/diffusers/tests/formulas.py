@@ -145,6 +145,15 @@ def krea2(c, n, m):
     return across + along + once + ends + c.num_layers * main
 
 
+def ovis_image(c, n, m):
+    d, t = width_of(c), n + m
+    ends = linear(n, c.in_channels, d) + linear(m, c.joint_attention_dim, d) + linear(n, d, c.out_channels or c.in_channels)
+    once = embedded(256, d) + linear(1, d, 2 * d)
+    modulation = c.num_layers * 2 * linear(1, d, 6 * d) + c.num_single_layers * linear(1, d, 3 * d)
+    per_token = 4 * d + 3 * 4 * d
+    return ends + once + modulation + (c.num_layers + c.num_single_layers) * (linear(t, d, per_token) + attention(t, t, d))
+
+
 def qwen_image(c, n, m):
     d, t = width_of(c), n + m
     ends = linear(n, c.in_channels, d) + linear(m, c.joint_attention_dim, d) + linear(n, d, c.patch_size**2 * c.out_channels)

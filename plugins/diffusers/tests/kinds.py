@@ -22,6 +22,7 @@ MAKERS = {
     "krea2": ("krea2", tiny.krea2, {}),
     "krea2 turbo": ("krea2", tiny.krea2, {"distilled": True}),
     "lumina2": ("lumina2", tiny.lumina2, {}),
+    "ovis image": ("ovis_image", tiny.ovis_image, {}),
     "qwen image": ("qwen_image", tiny.qwen_image, {}),
     "z image": ("z_image", tiny.z_image, {}),
 }
@@ -40,7 +41,7 @@ EMPTY = [""] * len(PROMPTS)
 SIZE = (96, 64)
 GUIDANCE = 3.5
 # What pipelines take as latents, where that is not what smalti calls so.
-GIVEN = {"flux": pack, "chroma": pack, "ideogram": FLAT.pack, "krea2": pack, "qwen_image": pack}
+GIVEN = {"flux": pack, "chroma": pack, "ideogram": FLAT.pack, "krea2": pack, "ovis_image": pack, "qwen_image": pack}
 # What a run says to the pipeline where the pipeline's own default would be another one.
 TOLD = {
     "flux schnell": {"max_sequence_length": 256},

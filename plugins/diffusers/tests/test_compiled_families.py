@@ -10,7 +10,20 @@ from support.forked_ranks import forked_processes
 from support.whole import some
 
 FAMILIES = (
-    *("anima", "auraflow", "chroma", "ernie", "flux", "flux2", "ideogram", "krea2", "lumina2", "pixart", "qwen_image"),
+    *(
+        "anima",
+        "auraflow",
+        "chroma",
+        "ernie",
+        "flux",
+        "flux2",
+        "ideogram",
+        "krea2",
+        "lumina2",
+        "ovis_image",
+        "pixart",
+        "qwen_image",
+    ),
     *("sana", "sd3", "sdxl", "z_image"),
 )
 WHOLE = ("anima", "chroma", "ernie", "ideogram", "krea2", "lumina2", "sana", "sdxl", "z_image")

@@ -20,6 +20,7 @@ from smalti_diffusers.families.flux2 import Flux2
 from smalti_diffusers.families.ideogram import Ideogram
 from smalti_diffusers.families.krea2 import Krea2
 from smalti_diffusers.families.lumina2 import Lumina2
+from smalti_diffusers.families.ovis_image import OvisImage
 from smalti_diffusers.families.pixart import PixArt
 from smalti_diffusers.families.qwen_image import QwenImage
 from smalti_diffusers.families.sana import Sana
@@ -51,6 +52,7 @@ MODELS = {
     "ideogram": (Ideogram, "v4"),
     "krea2": (Krea2, "raw"),
     "lumina2": (Lumina2, "2.0"),
+    "ovis image": (OvisImage, "7b"),
     "qwen image": (QwenImage, "image"),
     "z image": (ZImage, "turbo"),
     "anima": (Anima, "base-1.0"),
@@ -70,6 +72,7 @@ KEPT = (
     "ideogram",
     "krea2",
     "lumina2",
+    "ovis image",
     "qwen image",
     "z image",
     "anima",
@@ -92,6 +95,7 @@ PARAMETERS = {
     "ideogram": 9_279_288_448,
     "krea2": 12_820_073_036,
     "lumina2": 2_609_769_152,
+    "ovis image": 7_370_449_728,
     "qwen image": 20_430_401_088,
     "z image": 6_154_908_736,
     "anima": 1_956_405_248,

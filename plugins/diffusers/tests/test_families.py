@@ -47,6 +47,7 @@ CALLS = {
     "krea2": [PROMPTS, EMPTY],
     "krea2 turbo": [PROMPTS, EMPTY],
     "lumina2": [PROMPTS, EMPTY],
+    "ovis image": [PROMPTS, EMPTY],
     "qwen image": [PROMPTS, EMPTY],
     "z image": [PROMPTS + EMPTY],
 }
@@ -440,6 +441,7 @@ TestAuraFlow = contract("auraflow")
 TestIdeogram = contract("ideogram", 64)
 TestKrea2 = contract("krea2")
 TestLumina2 = contract("lumina2", 240)  # which the instruction is a part of
+TestOvisImage = contract("ovis image")
 TestQwenImage = contract("qwen image")
 TestZImage = contract("z image")
 

@@ -30,6 +30,8 @@ from diffusers import (
     Krea2Transformer2DModel,
     Lumina2Pipeline,
     Lumina2Transformer2DModel,
+    OvisImagePipeline,
+    OvisImageTransformer2DModel,
     PixArtAlphaPipeline,
     PixArtSigmaPipeline,
     PixArtTransformer2DModel,
@@ -222,6 +224,30 @@ def sd3(folder: Path, *, newer: bool = False) -> Path:
         tokenizer_2=clip_tokenizer(),
         text_encoder_3=t5_encoder(64),
         tokenizer_3=t5_tokenizer(),
+        transformer=transformer,
+    ).save_pretrained(folder)
+    return folder
+
+
+def ovis_image(folder: Path) -> Path:
+    """Ovis-Image."""
+    torch.manual_seed(0)
+    tokenizer = chat_tokenizer()
+    transformer = OvisImageTransformer2DModel(
+        in_channels=16,
+        out_channels=16,
+        num_layers=2,
+        num_single_layers=2,
+        attention_head_dim=16,
+        num_attention_heads=2,
+        joint_attention_dim=32,
+        axes_dims_rope=(4, 6, 6),
+    )
+    OvisImagePipeline(
+        scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0, use_dynamic_shifting=True),
+        vae=vae(4, shift_factor=0.1, scaling_factor=0.4, use_quant_conv=False, use_post_quant_conv=False),
+        text_encoder=qwen3(len(tokenizer)),
+        tokenizer=tokenizer,
         transformer=transformer,
     ).save_pretrained(folder)
     return folder

@@ -28,6 +28,7 @@ FAMILIES = (
     _entry("ideogram", "Ideogram 4", "Ideogram"),
     _entry("krea2", "Krea 2", "Krea2"),
     _entry("lumina2", "Lumina Image 2.0", "Lumina2"),
+    _entry("ovis_image", "Ovis-Image", "OvisImage"),
     _entry("pixart", "PixArt Sigma and Alpha", "PixArt"),
     _entry("qwen_image", "Qwen-Image", "QwenImage"),
     _entry("sana", "Sana", "Sana"),

@@ -20,7 +20,7 @@ REAL = (
 )
 OTHERS = (
     *("anima", "auraflow", "chroma", "ernie", "flux2", "ideogram", "krea2", "lumina2", "pixart", "qwen_image", "sana"),
-    *("sd1x", "sd2x", "z_image"),
+    *("ovis_image", "sd1x", "sd2x", "z_image"),
 )
 DDP_OWN = 1024
 """Bytes that DDP keeps for itself, such as which parameters were used."""

@@ -64,6 +64,7 @@ TOOLS: Mapping[str, Tools] = {
     "ideogram": Tools(comfyui="kohya", kohya=True, module="networks.lora_ideogram4"),
     "krea2": Tools(comfyui="diffusers", kohya=True, module="networks.lora_krea2"),
     "lumina2": Tools(comfyui="kohya", kohya=True, module="networks.lora_lumina"),
+    "ovis_image": Tools(diffusers=False, comfyui=None, kohya=False),
     "pixart": Tools(diffusers=False, comfyui="diffusers", kohya=False),
     "qwen_image": Tools(comfyui="diffusers", kohya=True, module="networks.lora_qwen_image"),
     "sana": Tools(comfyui=None, kohya=False),
