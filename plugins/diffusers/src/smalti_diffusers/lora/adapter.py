@@ -64,7 +64,8 @@ class _Layer:
 def attach(model: nn.Module, lora: Lora, base_dtype: torch.dtype, assistant: AdapterFile | None = None) -> nn.Module:
     """The same model, frozen, in `base_dtype`, with adapters on the meta device that train in fp32.
 
-    What diffusers keeps in fp32 in every model of this class is in fp32 here too. The layers of `assistant` get a second adapter, frozen like the model.
+    What diffusers keeps in fp32 in every model of this class is in fp32 here too. The layers of
+    `assistant` get a second adapter, frozen like the model.
 
     Raises UserError for a target that no layer has, or that is no layer an adapter fits.
     """

@@ -1,8 +1,8 @@
 """What to train with, apart from what the memory decides: rates, lengths, ranks, each with the source of the value.
 
 The sources are configurations that others publish for the same kind of run: the examples of ai-toolkit
-(`config/examples/train_lora_flux_24gb.yaml`, `train_full_fine_tune_flex.yaml`), diffusers' DreamBooth scripts and their READMEs,
-and the presets of OneTrainer (`training_presets`).
+(`config/examples/train_lora_flux_24gb.yaml`, `train_full_fine_tune_flex.yaml`), diffusers' DreamBooth scripts and their
+READMEs, and the presets of OneTrainer (`training_presets`).
 """
 
 from __future__ import annotations
