@@ -119,6 +119,41 @@ def lumina2(c, n, m):
     return ends + once + modulation + c.num_refiner_layers * (block(n) + block(m)) + c.num_layers * block(t)
 
 
+def ideogram(c, n, m):
+    d, t = width_of(c), n + m
+    ends = linear(t, c.in_channels, d) + linear(t, c.llm_features_dim, d) + linear(t, d, c.in_channels)
+    once = embedded(d, d) + linear(1, d, c.adaln_dim) + linear(1, c.adaln_dim, d)
+    block = linear(t, d, 4 * d + 3 * c.intermediate_size) + attention(t, t, d) + linear(1, c.adaln_dim, 4 * d)
+    return ends + once + c.num_layers * block
+
+
+def krea2(c, n, m):
+    d, w, t, layers = width_of(c), c.text_hidden_dim, n + m, c.num_text_layers
+    fused = w // c.text_num_attention_heads
+
+    def block(tokens, kept, width, head, kv, hidden):
+        """`kept` tokens attend to each other."""
+        per_token = 3 * width + 2 * head * kv + 3 * hidden
+        return linear(tokens, width, per_token) + attention(tokens, kept, width)
+
+    text = (fused, c.text_num_key_value_heads, c.text_intermediate_size)
+    across = c.num_layerwise_text_blocks * block(m * layers, layers, w, *text) + linear(m * w, layers, 1)
+    along = c.num_refiner_text_blocks * block(m, m, w, *text) + linear(m, w, d) + linear(m, d, d)
+    once = embedded(c.timestep_embed_dim, d) + linear(1, d, 6 * d)
+    ends = linear(n, c.in_channels, d) + linear(n, d, c.in_channels)
+    main = block(t, t, d, c.attention_head_dim, c.num_key_value_heads, c.intermediate_size)
+    return across + along + once + ends + c.num_layers * main
+
+
+def ovis_image(c, n, m):
+    d, t = width_of(c), n + m
+    ends = linear(n, c.in_channels, d) + linear(m, c.joint_attention_dim, d) + linear(n, d, c.out_channels or c.in_channels)
+    once = embedded(256, d) + linear(1, d, 2 * d)
+    modulation = c.num_layers * 2 * linear(1, d, 6 * d) + c.num_single_layers * linear(1, d, 3 * d)
+    per_token = 4 * d + 3 * 4 * d
+    return ends + once + modulation + (c.num_layers + c.num_single_layers) * (linear(t, d, per_token) + attention(t, t, d))
+
+
 def qwen_image(c, n, m):
     d, t = width_of(c), n + m
     ends = linear(n, c.in_channels, d) + linear(m, c.joint_attention_dim, d) + linear(n, d, c.patch_size**2 * c.out_channels)

@@ -3,7 +3,7 @@
 import tiny
 from diffusers import DiffusionPipeline
 
-from smalti_diffusers.families.tokens import pack
+from smalti_diffusers.families.tokens import FLAT, pack
 
 MAKERS = {
     "flux": ("flux", tiny.flux, {}),
@@ -19,7 +19,11 @@ MAKERS = {
     "pixart alpha": ("pixart", tiny.pixart, {"alpha": True}),
     "sana": ("sana", tiny.sana, {}),
     "auraflow": ("auraflow", tiny.auraflow, {}),
+    "ideogram": ("ideogram", tiny.ideogram, {}),
+    "krea2": ("krea2", tiny.krea2, {}),
+    "krea2 turbo": ("krea2", tiny.krea2, {"distilled": True}),
     "lumina2": ("lumina2", tiny.lumina2, {}),
+    "ovis image": ("ovis_image", tiny.ovis_image, {}),
     "qwen image": ("qwen_image", tiny.qwen_image, {}),
     "z image": ("z_image", tiny.z_image, {}),
 }
@@ -39,13 +43,16 @@ EMPTY = [""] * len(PROMPTS)
 SIZE = (96, 64)
 GUIDANCE = 3.5
 # What pipelines take as latents, where that is not what smalti calls so.
-GIVEN = {"flux": pack, "chroma": pack, "qwen_image": pack}
+GIVEN = {"flux": pack, "chroma": pack, "ideogram": FLAT.pack, "krea2": pack, "ovis_image": pack, "qwen_image": pack}
 # What a run says to the pipeline where the pipeline's own default would be another one.
 TOLD = {
     "flux schnell": {"max_sequence_length": 256},
     "pixart sigma": {"use_resolution_binning": False, "clean_caption": False},
     "pixart alpha": {"use_resolution_binning": False, "clean_caption": False},
     "sana": {"use_resolution_binning": False},
+    "ideogram": {"guidance_schedule": None, "max_sequence_length": 64},
+    "krea2": {"guidance_scale": GUIDANCE - 1},
+    "krea2 turbo": {"guidance_scale": GUIDANCE - 1},
     "qwen image": {"true_cfg_scale": GUIDANCE, "negative_prompt": [" "] * len(PROMPTS)},
     "z image": {"guidance_scale": GUIDANCE - 1},
     "cosmos": {"negative_prompt": EMPTY},

@@ -12,6 +12,8 @@ from diffusers import (
     CosmosTransformer3DModel,
     FluxPipeline,
     FluxTransformer2DModel,
+    Ideogram4Pipeline,
+    Krea2Transformer2DModel,
     Lumina2Transformer2DModel,
     SD3Transformer2DModel,
 )
@@ -60,8 +62,8 @@ def test_load_lora_weights_reads_the_file_with_the_strength_of_the_run(adapter, 
     assert (expected - before).norm() > 100 * (expected - found).norm()
 
 
-@compares("formats of adapters", ["cosmos", "pixart", "sdxl"], "peft")
-@pytest.mark.parametrize("name", some(("cosmos", "pixart", "sdxl"), "pixart", "sdxl"))
+@compares("formats of adapters", ["cosmos", "ovis_image", "pixart", "sdxl"], "peft")
+@pytest.mark.parametrize("name", some(("cosmos", "ovis_image", "pixart", "sdxl"), "pixart", "sdxl"))
 def test_peft_reads_its_own_format(adapter, tmp_path, name):
     from peft import PeftModel
 
@@ -109,6 +111,7 @@ HIDDEN = {
     "chroma": (ChromaTransformer2DModel, PUBLISHED["chroma"][1] | {"num_layers": 1, "num_single_layers": 1}),
     "flux": (FluxTransformer2DModel, FLUX_DEV | {"num_layers": 1, "num_single_layers": 1}),
     "sd3": (SD3Transformer2DModel, {"num_layers": 2, "attention_head_dim": 16, "num_attention_heads": 2}),
+    "krea2": (Krea2Transformer2DModel, {"num_layers": 2}),
     "lumina2": (Lumina2Transformer2DModel, {"num_layers": 1}),
     "anima": (CosmosTransformer3DModel, ANIMA | {"num_layers": 2, "num_attention_heads": 2}),
 }
@@ -125,6 +128,7 @@ CONVERSIONS = {
     "chroma": converted_chroma,
     "flux": single_file_utils.convert_flux_transformer_checkpoint_to_diffusers,
     "sd3": single_file_utils.convert_sd3_transformer_checkpoint_to_diffusers,
+    "krea2": single_file_utils.convert_krea2_transformer_checkpoint_to_diffusers,
     "lumina2": single_file_utils.convert_lumina2_to_diffusers,
     "anima": single_file_utils.convert_cosmos_transformer_checkpoint_to_diffusers,
 }
@@ -183,6 +187,20 @@ def test_diffusers_reads_the_kohya_format_of_flux(adapter, tmp_path):
     for layer in layers:
         down, up = (state[f"transformer.{layer}.lora_{each}.weight"] for each in "AB")
         assert_same_change(trained, layer, up, down)
+
+
+@compares("formats of adapters", ["ideogram"], "kohya")
+@pytest.mark.parametrize("name", ["ideogram"])
+def test_layers_of_kohya_are_those_that_diffusers_converts_from_the_original_model(adapter, tmp_path, name):
+    made = adapter(name)
+    found = tensors(made.export(tmp_path / "style", format="kohya"))
+    names = {kohya_name(each): each for each in original_layers(made.model, dict(made.subject.family.model_config))}
+    parts = {key: key.partition(".") for key in found}
+    state = {f"diffusion_model.{names[layer]}.{part}": found[key] for key, (layer, _, part) in parts.items()}
+    state = Ideogram4Pipeline.lora_state_dict(state)
+    for layer, delta in made.deltas.items():
+        down, up = (state[f"transformer.{layer}.lora_{each}.weight"] for each in "AB")
+        torch.testing.assert_close(up @ down, delta)
 
 
 @pytest.mark.parametrize(

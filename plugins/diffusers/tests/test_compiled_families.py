@@ -10,10 +10,23 @@ from support.forked_ranks import forked_processes
 from support.whole import some
 
 FAMILIES = (
-    *("anima", "auraflow", "chroma", "ernie", "flux", "flux2", "lumina2", "pixart", "qwen_image", "sana", "sd3", "sdxl"),
-    "z_image",
+    *(
+        "anima",
+        "auraflow",
+        "chroma",
+        "ernie",
+        "flux",
+        "flux2",
+        "ideogram",
+        "krea2",
+        "lumina2",
+        "ovis_image",
+        "pixart",
+        "qwen_image",
+    ),
+    *("sana", "sd3", "sdxl", "z_image"),
 )
-WHOLE = ("anima", "chroma", "ernie", "lumina2", "sana", "sdxl", "z_image")
+WHOLE = ("anima", "chroma", "ernie", "ideogram", "krea2", "lumina2", "sana", "sdxl", "z_image")
 """Their tokens cannot be split."""
 MOST = {"sdxl": 9}
 """Graphs for one size of images; of others 4. Residual blocks of this U-Net have seven pairs of widths: a graph each."""

@@ -24,10 +24,11 @@ KINDS = {
     "sd3.5": ("sd3", {"newer": True}),
     "pixart": ("pixart", {}),
     "auraflow": ("auraflow", {}),
+    "ovis image": ("ovis_image", {}),
     "qwen image": ("qwen_image", {}),
 }
 EVERY = [*product(KINDS, ("allgather", "alltoall"))]
-KEPT = [("flux", "alltoall"), *((kind, "allgather") for kind in KINDS if kind not in ("flux", "sd3"))]
+KEPT = [("flux", "alltoall"), *((kind, "allgather") for kind in KINDS if kind not in ("flux", "ovis image", "sd3"))]
 
 
 def disagreement(folder, name, strategy, *flags):

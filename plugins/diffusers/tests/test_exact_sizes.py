@@ -18,7 +18,10 @@ from smalti_diffusers.families.cosmos import Cosmos
 from smalti_diffusers.families.ernie import Ernie
 from smalti_diffusers.families.flux import Flux
 from smalti_diffusers.families.flux2 import Flux2
+from smalti_diffusers.families.ideogram import Ideogram
+from smalti_diffusers.families.krea2 import Krea2
 from smalti_diffusers.families.lumina2 import Lumina2
+from smalti_diffusers.families.ovis_image import OvisImage
 from smalti_diffusers.families.pixart import PixArt
 from smalti_diffusers.families.qwen_image import QwenImage
 from smalti_diffusers.families.sana import Sana
@@ -47,7 +50,10 @@ MODELS = {
     "sana 1600m": (Sana, "1600m-1024"),
     "sana 600m": (Sana, "600m-1024"),
     "auraflow 0.1": (AuraFlow, "0.1"),
+    "ideogram": (Ideogram, "v4"),
+    "krea2": (Krea2, "raw"),
     "lumina2": (Lumina2, "2.0"),
+    "ovis image": (OvisImage, "7b"),
     "qwen image": (QwenImage, "image"),
     "z image": (ZImage, "turbo"),
     "anima": (Anima, "base-1.0"),
@@ -66,7 +72,10 @@ KEPT = (
     "pixart sigma",
     "sana 600m",
     "auraflow 0.1",
+    "ideogram",
+    "krea2",
     "lumina2",
+    "ovis image",
     "qwen image",
     "z image",
     "anima",
@@ -87,7 +96,10 @@ PARAMETERS = {
     "sana 1600m": 1_604_462_752,
     "sana 600m": 591_747_872,
     "auraflow 0.1": 6_842_876_928,
+    "ideogram": 9_279_288_448,
+    "krea2": 12_820_073_036,
     "lumina2": 2_609_769_152,
+    "ovis image": 7_370_449_728,
     "qwen image": 20_430_401_088,
     "z image": 6_154_908_736,
     "anima": 1_956_405_248,

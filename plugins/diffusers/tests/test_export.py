@@ -33,7 +33,19 @@ from smalti_testing.family_subject import CAPTIONS, SIZE, FamilySubject
 from smalti_testing.strategies import SingleRank
 from smalti_validation.png import image_settings
 
-IN_PROCESS = ("auraflow", "chroma", "cosmos", "ernie", "flux2", "lumina2", "qwen_image", "z_image")
+IN_PROCESS = (
+    "auraflow",
+    "chroma",
+    "cosmos",
+    "ernie",
+    "flux2",
+    "ideogram",
+    "krea2",
+    "lumina2",
+    "ovis_image",
+    "qwen_image",
+    "z_image",
+)
 """Families that are trained and exported here in this process; Flux is, too, but as a user does it."""
 
 

@@ -9,14 +9,15 @@ from inspect import signature
 import pytest
 import torch
 from compared import compares
-from diffusers import DiffusionPipeline
+from diffusers import DiffusionPipeline, Krea2Transformer2DModel
 from diffusers.pipelines.flux.pipeline_flux import calculate_shift
+from diffusers.pipelines.ideogram4.pipeline_ideogram4 import _logit_normal_sigmas, _resolution_aware_mu
 from kinds import EMPTY, GIVEN, GUIDANCE, MAKERS, PROMPTS, SIZE, TOLD, masked
 
 from smalti import UserError
 from smalti.config.resolution import resolve
 from smalti.diffusion.objective import RectifiedFlow
-from smalti.diffusion.timesteps import shift_times
+from smalti.diffusion.timesteps import LogitNormal, shift_times
 from smalti.models.family import SampleRequest
 from smalti.plugins.discovery import load_plugins
 from smalti.plugins.lookup import find_family
@@ -42,7 +43,11 @@ CALLS = {
     "flux2 klein": [PROMPTS, EMPTY],
     "flux2 klein distilled": [PROMPTS],
     "flux2 dev": [PROMPTS],
+    "ideogram": [PROMPTS],
+    "krea2": [PROMPTS, EMPTY],
+    "krea2 turbo": [PROMPTS, EMPTY],
     "lumina2": [PROMPTS, EMPTY],
+    "ovis image": [PROMPTS, EMPTY],
     "qwen image": [PROMPTS, EMPTY],
     "z image": [PROMPTS + EMPTY],
 }
@@ -51,12 +56,14 @@ UNGUIDED = {
     "flux": {},
     "flux schnell": {},
     "flux2 dev": {},
+    "krea2": {"guidance_scale": 0.0},
+    "krea2 turbo": {"guidance_scale": 0.0},
     "qwen image": {"true_cfg_scale": 1.0},
     "z image": {"guidance_scale": 0.0},
 }
 
 
-VARIANTS = ("flux schnell", "flux2 klein distilled", "sd3.5")
+VARIANTS = ("flux schnell", "flux2 klein distilled", "krea2 turbo", "sd3.5")
 """Other settings of a family that is drawn with all the same."""
 
 
@@ -228,8 +235,9 @@ def test_an_empty_caption_of_sana_has_no_instruction_before_it(family_of):
 
 @pytest.mark.parametrize("kind", MAKERS)
 def test_the_length_of_captions_can_be_chosen(family_of, kind):
-    tokens = family_of(kind, "--tokenizer_max_length=24").encode_captions(PROMPTS)["tokens"]
-    assert tokens.shape[1] == 24 + 77 * kind.startswith("sd3")
+    length = 40 if kind == "ideogram" else 24
+    tokens = family_of(kind, f"--tokenizer_max_length={length}").encode_captions(PROMPTS)["tokens"]
+    assert tokens.shape[1] == length + 77 * kind.startswith("sd3")
 
 
 @pytest.mark.parametrize("kind", ["flux", "flux schnell", "sd3", "auraflow", "lumina2", "z image", "anima"])
@@ -241,14 +249,15 @@ def test_times_are_moved_towards_noise_as_the_pipelines_scheduler_moves_them(fam
 
 
 def test_an_image_counts_as_many_tokens_as_the_blocks_are_given(drawn):
-    """Z-Image's first block is given them padded to a multiple of 32."""
+    """Z-Image's first block is given them padded to a multiple of 32, that of Ideogram after 64 of text."""
     lengths, names = [], ("noise_refiner.0", "transformer_blocks.0", "joint_transformer_blocks.0", "x_embedder")
+    names = {"krea2": ("img_in",), "ideogram": ("input_proj",)}.get(drawn.family.name, names)
     model = drawn.built()
     block = next(module for name, module in reversed(list(model.named_modules())) if name in names)
 
     def note(module, arguments, keywords):
         states = signature(type(module).forward).bind(module, *arguments, **keywords).arguments
-        given = states.get("hidden_states", states.get("x"))
+        given = states.get("hidden_states", states.get("x", states.get("input")))
         lengths.append(given.shape[1] if given.ndim == 3 else given.shape[2:].numel())
 
     hook = block.register_forward_pre_hook(note, with_kwargs=True)
@@ -257,7 +266,9 @@ def test_an_image_counts_as_many_tokens_as_the_blocks_are_given(drawn):
         drawn.family.forward(model, drawn.noise, drawn.timesteps[:1].float().expand(2), conditioning)
     hook.remove()
     said = drawn.family.image_tokens(*SIZE)
-    assert lengths[0] == (-(-said // 32) * 32 if drawn.family.name == "z_image" else said)
+    assert lengths[0] - 64 * (drawn.family.name == "ideogram") == (
+        -(-said // 32) * 32 if drawn.family.name == "z_image" else said
+    )
 
 
 @pytest.mark.parametrize(
@@ -313,6 +324,41 @@ def test_a_scheduler_that_needs_a_package_is_refused_without_it(family_of, tmp_p
     monkeypatch.setattr("smalti_diffusers.families.chroma.find_spec", lambda name: None)
     with pytest.raises(UserError, match="needs scipy"):
         Chroma(Components(folder), DiffusersOptions())
+
+
+def test_the_frozen_weights_of_krea_2_have_the_types_that_diffusers_gives_them(family_of):
+    """Scales of norms are their difference from 1 there: in bf16 they would be rounded as their sum."""
+    family = family_of("krea2", "--model_type=lora", "--lora_base_dtype=bf16", "--lora_targets=img_in")
+    theirs = Krea2Transformer2DModel.from_pretrained(family.components.folder / "transformer", torch_dtype=torch.bfloat16)
+    types = {name: each.dtype for name, each in theirs.named_parameters()}
+    ours = {name.replace(".base_layer", ""): each for name, each in family.build_model().named_parameters()}
+    assert {name: each.dtype for name, each in ours.items() if "lora_" not in name} == types
+    assert {*types.values()} == {torch.bfloat16, torch.float32}
+
+
+def test_the_distilled_krea_2_is_trained_with_the_shift_of_its_pipeline(family_of):
+    assert (
+        family_of("krea2 turbo").flow_shift.at(1)
+        == family_of("krea2 turbo").flow_shift.at(4096)
+        == pytest.approx(3.158, abs=1e-3)
+    )
+    assert family_of("krea2").flow_shift.at(4096) == pytest.approx(2.478, abs=1e-2)
+
+
+def test_a_caption_that_is_too_long_for_ideogram_is_refused_with_its_beginning(family_of):
+    with pytest.raises(
+        UserError, match=r"the caption 'A red fox in the snow' is longer .*exceeds max_sequence_length=8"
+    ) as refused:
+        family_of("ideogram", "--tokenizer_max_length=8").encode_captions(["a", "A red fox in the snow"])
+    assert "larger --tokenizer_max_length" in refused.value.fix
+
+
+def test_ideogram_is_trained_at_the_noise_levels_of_its_pipelines_schedule(family_of):
+    """Which are quantiles of sigmoid(mu + 1.5 N(0, 1)); mu grows with the image."""
+    times, size = torch.linspace(0, 1, 5)[1:].double(), (1024, 768)
+    sigmas = _logit_normal_sigmas(4, _resolution_aware_mu(*size, base_mu=0.0), std=1.5).flip(0)
+    ours = shift_times(LogitNormal(std=1.5)(times), family_of("ideogram").flow_shift.at(size[0] * size[1] // 16**2))
+    torch.testing.assert_close(ours[:3], sigmas[:3].double(), atol=1e-6, rtol=0)
 
 
 def test_no_query_of_chroma_has_everything_masked(family_of):
@@ -392,7 +438,10 @@ TestStableDiffusion3 = contract("sd3.5")
 TestPixArt = contract("pixart alpha")
 TestSana = contract("sana")
 TestAuraFlow = contract("auraflow")
+TestIdeogram = contract("ideogram", 64)
+TestKrea2 = contract("krea2")
 TestLumina2 = contract("lumina2", 240)  # which the instruction is a part of
+TestOvisImage = contract("ovis image")
 TestQwenImage = contract("qwen image")
 TestZImage = contract("z image")
 

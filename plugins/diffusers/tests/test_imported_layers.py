@@ -75,6 +75,8 @@ ONETRAINER = {
     "qwen_image": ("QWEN", 846),
     "z_image": ("Z_IMAGE", 276),
     "anima": ("ANIMA", 454),
+    "krea2": ("KREA_2", 264),
+    "ideogram": ("IDEOGRAM_4", 279),
 }
 
 

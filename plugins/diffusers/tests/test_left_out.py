@@ -47,8 +47,8 @@ LEFT_OUT = {
     "nobody has written its family yet": (
         *("Bria(Fibo|Fibo2)?", "CogView3Plus", "CogView4"),
         *("DreamLite(Mobile)?", "Flux3Modular", "GlmImage", "HiDreamImage", "HunyuanDiT", "HunyuanImage"),
-        *("Ideogram4", "Kandinsky5T2I", "Kolors", "Krea2", "LongCatImage", "Lumina", "NucleusMoEImage", "OmniGen"),
-        *("OvisImage", "PRX(Pixel)?", "QwenImage21"),
+        *("Kandinsky5T2I", "Kolors", "LongCatImage", "Lumina", "NucleusMoEImage", "OmniGen"),
+        *("PRX(Pixel)?", "QwenImage21"),
     ),
 }
 """By the reason, patterns of the names of classes without "Pipeline"."""

@@ -9,10 +9,14 @@ from smalti import UserError
 from smalti_diffusers.sampling import scheduler_in_place
 from support.whole import some
 
-SIGMAS = ["anima", "lumina2", "qwen image", "z image"]
+SIGMAS = ["anima", "ideogram", "krea2", "lumina2", "qwen image", "z image"]
 """Kinds whose pipelines compute the noise levels themselves."""
 SOLVERS = [
-    *((kind, name) for kind in ("flux", "flux2 klein", "sd3", "sana", "auraflow") for name in ("euler", "unipc", "dpm++")),
+    *(
+        (kind, name)
+        for kind in ("flux", "flux2 klein", "sd3", "sana", "auraflow", "ovis image")
+        for name in ("euler", "unipc", "dpm++")
+    ),
     *((kind, name) for kind in SIGMAS for name in ("euler", "unipc")),
     *((kind, name) for kind in ("sdxl", "pixart sigma") for name in ("ddim", "euler", "heun", "unipc", "dpm++")),
 ]

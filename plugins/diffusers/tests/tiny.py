@@ -26,8 +26,14 @@ from diffusers import (
     Flux2Transformer2DModel,
     FluxPipeline,
     FluxTransformer2DModel,
+    Ideogram4Pipeline,
+    Ideogram4Transformer2DModel,
+    Krea2Pipeline,
+    Krea2Transformer2DModel,
     Lumina2Pipeline,
     Lumina2Transformer2DModel,
+    OvisImagePipeline,
+    OvisImageTransformer2DModel,
     PixArtAlphaPipeline,
     PixArtSigmaPipeline,
     PixArtTransformer2DModel,
@@ -52,6 +58,7 @@ from tiny_parts import (
     gemma_tokenizer,
     patch_vae,
     qwen3,
+    qwen3_vl,
     qwen_tokenizer,
     t5_encoder,
     t5_tokenizer,
@@ -224,6 +231,30 @@ def sd3(folder: Path, *, newer: bool = False) -> Path:
     return folder
 
 
+def ovis_image(folder: Path) -> Path:
+    """Ovis-Image."""
+    torch.manual_seed(0)
+    tokenizer = chat_tokenizer()
+    transformer = OvisImageTransformer2DModel(
+        in_channels=16,
+        out_channels=16,
+        num_layers=2,
+        num_single_layers=2,
+        attention_head_dim=16,
+        num_attention_heads=2,
+        joint_attention_dim=32,
+        axes_dims_rope=(4, 6, 6),
+    )
+    OvisImagePipeline(
+        scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0, use_dynamic_shifting=True),
+        vae=vae(4, shift_factor=0.1, scaling_factor=0.4, use_quant_conv=False, use_post_quant_conv=False),
+        text_encoder=qwen3(len(tokenizer)),
+        tokenizer=tokenizer,
+        transformer=transformer,
+    ).save_pretrained(folder)
+    return folder
+
+
 def pixart(folder: Path, *, alpha: bool = False) -> Path:
     """PixArt Sigma, or Alpha that is told the size of the picture."""
     torch.manual_seed(0)
@@ -353,6 +384,72 @@ def qwen_image(folder: Path) -> Path:
         text_encoder=Qwen2_5_VLForConditionalGeneration(Qwen2_5_VLConfig(text_config=text | heads, vision_config=vision)),
         tokenizer=tokenizer,
         transformer=transformer,
+    ).save_pretrained(folder)
+    return folder
+
+
+def ideogram(folder: Path) -> Path:
+    """Ideogram 4, with the second transformer that it is guided away from."""
+    torch.manual_seed(0)
+    tokenizer = chat_tokenizer()
+    transformers = [
+        Ideogram4Transformer2DModel(
+            in_channels=16,
+            num_layers=2,
+            attention_head_dim=16,
+            num_attention_heads=2,
+            intermediate_size=48,
+            adaln_dim=16,
+            llm_features_dim=13 * 16,
+            rope_theta=10_000,
+            mrope_section=(4, 2, 2),
+        )
+        for _ in range(2)
+    ]
+    Ideogram4Pipeline(
+        scheduler=FlowMatchEulerDiscreteScheduler(),
+        vae=patch_vae(),
+        text_encoder=qwen3_vl(len(tokenizer), layers=36, width=16),
+        tokenizer=tokenizer,
+        transformer=transformers[0],
+        unconditional_transformer=transformers[1],
+    ).save_pretrained(folder)
+    return folder
+
+
+def krea2(folder: Path, *, distilled: bool = False) -> Path:
+    """Krea 2, raw or turbo."""
+    torch.manual_seed(0)
+    tokenizer = qwen_tokenizer()
+    tokenizer.add_tokens(["assistant"], special_tokens=True)  # what is behind a prompt has 5 tokens then, as it should
+    transformer = Krea2Transformer2DModel(
+        in_channels=16,
+        num_layers=2,
+        attention_head_dim=16,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        intermediate_size=48,
+        timestep_embed_dim=16,
+        text_hidden_dim=32,
+        num_text_layers=3,
+        text_num_attention_heads=2,
+        text_num_key_value_heads=1,
+        text_intermediate_size=32,
+        num_layerwise_text_blocks=1,
+        num_refiner_text_blocks=1,
+        axes_dims_rope=(4, 6, 6),
+    )
+    for parameter in transformer.parameters():
+        if not parameter.any():  # zeros would hide everything
+            torch.nn.init.normal_(parameter, std=0.2)
+    Krea2Pipeline(
+        scheduler=FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True, max_image_seq_len=6400),
+        vae=video_vae(),
+        text_encoder=qwen3_vl(len(tokenizer)),
+        tokenizer=tokenizer,
+        transformer=transformer,
+        text_encoder_select_layers=(1, 2, 3),
+        is_distilled=distilled,
     ).save_pretrained(folder)
     return folder
 

@@ -14,6 +14,8 @@ from transformers import (
     Qwen2Tokenizer,
     Qwen3Config,
     Qwen3Model,
+    Qwen3VLConfig,
+    Qwen3VLModel,
     T5Config,
     T5EncoderModel,
     T5TokenizerFast,
@@ -138,6 +140,15 @@ def video_vae(kind: type = AutoencoderKLQwenImage) -> AutoencoderKLQwenImage:
         latents_mean=[0.1, -0.2, 0.3, 0.0],
         latents_std=[1.5, 0.5, 2.0, 1.0],
     )
+
+
+def qwen3_vl(words: int, layers: int = 3, width: int = 32) -> Qwen3VLModel:
+    text = {"vocab_size": words, "hidden_size": width, "intermediate_size": 32, "num_hidden_layers": layers, "head_dim": 16}
+    rotary = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3], "mrope_interleaved": True}
+    vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 1, "out_hidden_size": width}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "rope_parameters": rotary}
+    vision["deepstack_visual_indexes"] = [0]
+    return Qwen3VLModel(Qwen3VLConfig(text_config=text | heads, vision_config=vision))
 
 
 def qwen3(words: int) -> Qwen3Model:

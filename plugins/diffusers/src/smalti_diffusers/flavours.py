@@ -23,7 +23,10 @@ FLAVOURS: Mapping[str, Mapping[str, str]] = {
         "klein-9b": "black-forest-labs/FLUX.2-klein-9B",
         "dev": "black-forest-labs/FLUX.2-dev",
     },
+    "ideogram": {"v4": "ideogram-ai/ideogram-v4", "v4-bf16": "CalamitousFelicitousness/Ideogram-4-bf16-Diffusers"},
+    "krea2": {"raw": "krea/Krea-2-Raw", "turbo": "krea/Krea-2-Turbo"},
     "lumina2": {"2.0": "Alpha-VLLM/Lumina-Image-2.0"},
+    "ovis_image": {"7b": "AIDC-AI/Ovis-Image-7B"},
     "pixart": {
         "sigma-1024": "PixArt-alpha/PixArt-Sigma-XL-2-1024-MS",
         "alpha-1024": "PixArt-alpha/PixArt-XL-2-1024-MS",

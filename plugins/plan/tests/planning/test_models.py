@@ -19,8 +19,21 @@ REAL = (
     ),
 )
 OTHERS = (
-    *("anima", "auraflow", "chroma", "cosmos", "ernie", "flux2", "lumina2", "pixart", "qwen_image", "sana", "sd1x", "sd2x"),
-    "z_image",
+    *(
+        "anima",
+        "auraflow",
+        "chroma",
+        "cosmos",
+        "ernie",
+        "flux2",
+        "ideogram",
+        "krea2",
+        "lumina2",
+        "pixart",
+        "qwen_image",
+        "sana",
+    ),
+    *("ovis_image", "sd1x", "sd2x", "z_image"),
 )
 DDP_OWN = 1024
 """Bytes that DDP keeps for itself, such as which parameters were used."""

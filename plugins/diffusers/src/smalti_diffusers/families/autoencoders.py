@@ -127,11 +127,19 @@ class PatchAutoencoder(Autoencoder):
         mean, deviation = self._statistics(raw.device)
         if known is None:
             self.family.park_vae()  # where everything was encoded before, it was loaded for its statistics alone
-        return (pixel_unshuffle(raw.float(), 2) - mean) / deviation
+        return (self.squares(raw.float()) - mean) / deviation
 
     def _own(self, latents: Tensor) -> Tensor:
         mean, deviation = self._statistics(latents.device)
-        return pixel_shuffle(latents * deviation + mean, 2)
+        return self.pixels(latents * deviation + mean)
+
+    def squares(self, raw: Tensor) -> Tensor:
+        """(B, C, 2 h, 2 w) -> (B, 4 C, h, w)."""
+        return pixel_unshuffle(raw, 2)
+
+    def pixels(self, latents: Tensor) -> Tensor:
+        """The inverse of `squares`."""
+        return pixel_shuffle(latents, 2)
 
     def _statistics(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """Mean and standard deviation of each channel, both (4 C, 1, 1). They stay on the device, as every step wants them."""

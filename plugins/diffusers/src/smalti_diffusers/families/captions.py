@@ -48,6 +48,16 @@ class TokenRows(CaptionTensor):
 
 
 @dataclass(frozen=True, kw_only=True)
+class LayerRows(TokenRows):
+    """(B, L, layers, D) of several layers of the encoder. `layers` is the key of their number in the model's configuration."""
+
+    layers: str
+
+    def example(self, config: Mapping[str, object], length: int) -> Tensor:
+        return torch.empty(1, length + self.more, cast(int, config[self.layers]), cast(int, config[self.width]))
+
+
+@dataclass(frozen=True, kw_only=True)
 class PooledRow(CaptionTensor):
     """(B, D). `width` is the key of D in the model's configuration."""
 

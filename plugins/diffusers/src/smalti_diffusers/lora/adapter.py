@@ -64,7 +64,8 @@ class _Layer:
 def attach(model: nn.Module, lora: Lora, base_dtype: torch.dtype, assistant: AdapterFile | None = None) -> nn.Module:
     """The same model, frozen, in `base_dtype`, with adapters on the meta device that train in fp32.
 
-    The layers of `assistant` get a second adapter, frozen like the model.
+    What diffusers keeps in fp32 in every model of this class is in fp32 here too. The layers of
+    `assistant` get a second adapter, frozen like the model.
 
     Raises UserError for a target that no layer has, or that is no layer an adapter fits.
     """
@@ -76,9 +77,10 @@ def attach(model: nn.Module, lora: Lora, base_dtype: torch.dtype, assistant: Ada
     if assistant is not None:
         attach_assistant(model, assistant)
         activate(model, [ADAPTER, ASSISTANT])
+    in_fp32 = set(cast("list[str] | None", getattr(model, "_keep_in_fp32_modules", None)) or ())
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(parted(name) is not None)
-        if not parameter.requires_grad:
+        if not parameter.requires_grad and in_fp32.isdisjoint(name.split(".")):
             parameter.data = parameter.data.to(base_dtype)
     return model
 

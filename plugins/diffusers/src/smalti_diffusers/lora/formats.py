@@ -62,7 +62,10 @@ TOOLS: Mapping[str, Tools] = {
     "ernie": Tools(comfyui="kohya", kohya=False, original=False),
     "flux": Tools(comfyui="diffusers", kohya=True, module="networks.lora_flux"),
     "flux2": Tools(comfyui="diffusers", kohya=True, module="networks.lora_flux_2"),
+    "ideogram": Tools(comfyui="kohya", kohya=True, module="networks.lora_ideogram4"),
+    "krea2": Tools(comfyui="diffusers", kohya=True, module="networks.lora_krea2"),
     "lumina2": Tools(comfyui="kohya", kohya=True, module="networks.lora_lumina"),
+    "ovis_image": Tools(diffusers=False, comfyui=None, kohya=False),
     "pixart": Tools(diffusers=False, comfyui="diffusers", kohya=False),
     "qwen_image": Tools(comfyui="diffusers", kohya=True, module="networks.lora_qwen_image"),
     "sana": Tools(comfyui=None, kohya=False),
@@ -72,7 +75,7 @@ TOOLS: Mapping[str, Tools] = {
     "sdxl": Tools(comfyui="kohya", kohya=True),
     "z_image": Tools(comfyui="diffusers", kohya=True, original=False, module="networks.lora_zimage"),
 }
-"""By family. ComfyUI as of 2026, musubi-tuner for flux2, qwen_image and z_image, sd-scripts for the others."""
+"""By family. ComfyUI as of 2026, musubi-tuner for flux2, ideogram, krea2, qwen_image and z_image, sd-scripts for the others."""
 _LOKR_IN_DIFFUSERS = ("flux2", "z_image")
 """Families of which diffusers loads LoKr."""
 _PEFT_ONLY = Tools(diffusers=False, comfyui=None, kohya=False)

@@ -10,7 +10,7 @@ from functools import cache, partial
 from hashlib import sha256
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, Protocol, TypeGuard, cast
 
 import torch
 from torch import nn
@@ -76,9 +76,9 @@ class Components:
         self.index = load_json(read_regular(index_of(folder) or folder / INDEX))
         """What lists the parts: model_index.json, or modular_model_index.json."""
         self.pipeline = str(self.index["_class_name"])
-        self.settings = {name: value for name, value in self.index.items() if name[0] != "_" and not isinstance(value, list)}
+        self.settings = {name: value for name, value in self.index.items() if name[0] != "_" and not _is_part(value)}
         """Arguments of the pipeline's constructor other than its components."""
-        listed = {name: _library_and_class(value) for name, value in self.index.items() if isinstance(value, list)}
+        listed = {name: _library_and_class(value) for name, value in self.index.items() if _is_part(value)}
         self._classes = {name: (library, kind) for name, (library, kind) in listed.items() if library is not None}
 
     @property
@@ -235,6 +235,11 @@ def frozen_tensors(weights: PartWeights, *, fixed: bool = True) -> dict[str, Com
         for name in weights.names()
         if (stored := weights.stored(name))
     }
+
+
+def _is_part(entry: object) -> TypeGuard[list[Any]]:
+    """Of an index: whether it names a part, by its library and class. Other lists are settings, such as numbers of layers."""
+    return isinstance(entry, list) and not isinstance(entry[0], int)
 
 
 def _library_and_class(entry: list[Any]) -> tuple[str | None, str]:

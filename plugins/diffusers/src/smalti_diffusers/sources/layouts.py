@@ -2,8 +2,8 @@
 
 Facts as data: the beginning of a name here, and what it is there; `{}` stands for a number. A mark at the end changes the
 tensor: `#n` makes it the n-th of several that are joined along their first dimension, `~` exchanges the two halves of that
-dimension (shift and scale), `^` makes a matrix a convolution of one pixel, `@` transposes it. Reading such files is left to
-diffusers' own conversion functions (`conversion`); the tables are for writing them.
+dimension (shift and scale), `^` makes a matrix a convolution of one pixel, `@` transposes it, `=` makes it one row of numbers.
+Reading such files is left to diffusers' own conversion functions (`conversion`); the tables are for writing them.
 """
 
 from __future__ import annotations
@@ -229,6 +229,36 @@ _COSMOS = {
     "proj_out": "final_layer.linear",
 }
 
+_IDEOGRAM = _block(
+    "layers.{}.attention",
+    "layers.{}.attention",
+    {**_joined(("to_q", "to_k", "to_v"), "qkv"), "to_out.0": "o"},
+)
+_KREA2_BLOCK = {
+    "attn.to_q": "attn.wq",
+    "attn.to_k": "attn.wk",
+    "attn.to_v": "attn.wv",
+    "attn.to_out.0": "attn.wo",
+    "attn.to_gate": "attn.gate",
+    "attn.norm_q.weight": "attn.qknorm.qnorm.scale",
+    "attn.norm_k.weight": "attn.qknorm.knorm.scale",
+    "ff": "mlp",
+    "norm1.weight": "prenorm.scale",
+    "norm2.weight": "postnorm.scale",
+    "scale_shift_table": "mod.lin=",
+}
+_KREA2 = {
+    "img_in": "first",
+    **_block("time_embed", "tmlp", {"linear_1": "0", "linear_2": "2"}),
+    "time_mod_proj": "tproj.1",
+    **_block("txt_in", "txtmlp", {"norm.weight": "0.scale", "linear_1": "1", "linear_2": "3"}),
+    "text_fusion.projector": "txtfusion.projector",
+    **_block("text_fusion.layerwise_blocks.{}", "txtfusion.layerwise_blocks.{}", _KREA2_BLOCK),
+    **_block("text_fusion.refiner_blocks.{}", "txtfusion.refiner_blocks.{}", _KREA2_BLOCK),
+    **_block("transformer_blocks.{}", "blocks.{}", _KREA2_BLOCK),
+    **_block("final_layer", "last", {"linear": "linear", "norm.weight": "norm.scale", "scale_shift_table": "modulation.lin"}),
+}
+
 _RESNET = {
     "norm1": "in_layers.0",
     "conv1": "in_layers.2",
@@ -328,6 +358,8 @@ LAYOUTS: Mapping[str, Callable[[Config], Table]] = {
     "CosmosTransformer3DModel": lambda config: _COSMOS,
     "Flux2Transformer2DModel": lambda config: _FLUX2,
     "FluxTransformer2DModel": lambda config: _FLUX,
+    "Ideogram4Transformer2DModel": lambda config: _IDEOGRAM,
+    "Krea2Transformer2DModel": lambda config: _KREA2,
     "Lumina2Transformer2DModel": lambda config: _LUMINA2,
     "QwenImageTransformer2DModel": lambda config: {},
     "SD3Transformer2DModel": _sd3,

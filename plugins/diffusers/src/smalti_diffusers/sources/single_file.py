@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -21,7 +22,7 @@ from smalti_diffusers.sources.model_file import MARKS
 if TYPE_CHECKING:
     from smalti.checkpoint import ExportFolder
 
-_MARKED = re.compile(r"(.*?)(?:#(\d)|([~^@]))?")
+_MARKED = re.compile(r"(.*?)(?:#(\d)|([~^@=]))?")
 _CLIP = "text_model."
 
 
@@ -59,6 +60,7 @@ FILE_LAYOUTS: Mapping[str, FileLayout] = {
     "ernie": FileLayout(),
     "flux": FileLayout(),
     "flux2": FileLayout(),
+    "krea2": FileLayout(),
     "lumina2": FileLayout(),
     "qwen_image": FileLayout(),
     "sd1x": _SD1,
@@ -150,6 +152,8 @@ class FileTensor:
         shape = (sum(parts[name][0] for name in self.parts), *first[1:]) if first else ()
         if self.mark == "@":
             return shape[::-1]
+        if self.mark == "=":
+            return (math.prod(shape),)
         return (*shape, 1, 1) if self.mark == "^" and len(shape) == 2 else shape
 
     def make(self, read: Callable[[str], Tensor]) -> Tensor:
@@ -160,6 +164,8 @@ class FileTensor:
             return torch.cat(joined.chunk(2)[::-1])
         if self.mark == "@":
             return joined.T.contiguous()
+        if self.mark == "=":
+            return joined.flatten()
         return joined[:, :, None, None] if self.mark == "^" and joined.ndim == 2 else joined
 
 

@@ -21,7 +21,8 @@ PRESETS: Mapping[str, Mapping[str, str]] = (
     | {"qwen_image": {"attn-mlp": "attn,img_mlp,txt_mlp", "attn-only": "attn", "blocks": "transformer_block"}}
     | {"sana": {"attn-mlp": "attn1,attn2,ff.", "attn-only": "attn1,attn2", "blocks": "transformer_block"}}
     | {"anima": {"attn-mlp": "attn1,attn2,ff", "attn-only": "attn1,attn2", "blocks": "transformer_block"}}
-    | {"z_image": {"blocks": "layers"}}
+    | {"krea2": {"attn-mlp": "attn,ff", "attn-only": "attn", "blocks": "transformer_blocks"}}
+    | {"ideogram": {"attn-mlp": "attention,feed_forward", "blocks": "layers"}, "z_image": {"blocks": "layers"}}
 )
 """`layer_filter_preset` -> the filter that its window sets, by family. A file may have the name alone."""
 _DEPTHWISE = "transformer_blocks.0.ff.conv_depth"

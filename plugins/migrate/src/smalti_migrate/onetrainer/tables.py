@@ -18,6 +18,7 @@ FAMILIES = (
         **dict.fromkeys((f"STABLE_DIFFUSION_2{each}" for each in ("0", "0_BASE", "1", "1_BASE")), "sd2x"),
     }
     | {"QWEN": "qwen_image", "Z_IMAGE": "z_image", "CHROMA_1": "chroma", "ERNIE": "ernie", "ANIMA": "anima"}
+    | {"KREA_2": "krea2", "IDEOGRAM_4": "ideogram"}
 )
 OTHER_MODELS = (
     *("STABLE_DIFFUSION_15_INPAINTING", "STABLE_DIFFUSION_20_INPAINTING", "STABLE_DIFFUSION_20_DEPTH"),

@@ -130,7 +130,7 @@ PREFIXES: Mapping[str, Rule] = {
     "cosmos_": ignored("it is for another model of Cosmos"),
     "cosmos3_": ignored("the model family is not supported"),
     "hidream_": ignored("the model family is not supported"),
-    "ideogram_": ignored("the model family is not supported"),
+    "ideogram_": ignored("options of Ideogram are not supported"),
     "kandinsky_": ignored("the model family is not supported"),
     "ltx_": ignored(_VIDEO),
     "ltx2_": ignored(_VIDEO),

@@ -1,8 +1,8 @@
 """What to train with, apart from what the memory decides: rates, lengths, ranks, each with the source of the value.
 
 The sources are configurations that others publish for the same kind of run: the examples of ai-toolkit
-(`config/examples/train_lora_flux_24gb.yaml`, `train_full_fine_tune_flex.yaml`), the README of diffusers' DreamBooth script for
-SDXL, and the presets of OneTrainer (`training_presets`).
+(`config/examples/train_lora_flux_24gb.yaml`, `train_full_fine_tune_flex.yaml`), diffusers' DreamBooth scripts and their
+READMEs, and the presets of OneTrainer (`training_presets`).
 """
 
 from __future__ import annotations
@@ -24,16 +24,22 @@ _LARGE = 500
 _SAVED = 250
 """Steps between two checkpoints, and validation images: ai-toolkit's example."""
 _TOOLKIT = "https://github.com/ostris/ai-toolkit/blob/main/config/examples"
+_DREAMBOOTH = "https://github.com/huggingface/diffusers/blob/main/examples/dreambooth"
 _LORA_SOURCES = {
     "chroma": f"{_TOOLKIT}/train_lora_chroma_24gb.yaml",
     "flux": f"{_TOOLKIT}/train_lora_flux_24gb.yaml",
+    "ideogram": f"{_DREAMBOOTH}/README_ideogram4.md",
     "lumina2": f"{_TOOLKIT}/train_lora_lumina.yaml",
     "qwen_image": f"{_TOOLKIT}/train_lora_qwen_image_24gb.yaml",
     "sd3": f"{_TOOLKIT}/train_lora_sd35_large_24gb.yaml",
 }
 """Published configurations of a LoRA of the same family, one image in a step: all have the rate 1e-4 and the rank 16."""
-_LORA_RATES = {"sdxl": "https://github.com/huggingface/diffusers/blob/main/examples/dreambooth/README_sdxl.md"}
+_LORA_RATES = {"sdxl": f"{_DREAMBOOTH}/README_sdxl.md"}
 """Published configurations with this rate and another rank or none."""
+_LORA_OTHERS = {"krea2": (3e-4, 32, f"{_DREAMBOOTH}/README_krea2.md")}
+"""Published configurations with another rate and rank."""
+_NOISE_LEVELS = {"ideogram": (1.5, f"{_DREAMBOOTH}/train_dreambooth_lora_ideogram4.py, as the pipeline's own schedule")}
+"""Deviations of the normal distribution behind the noise levels, where a published configuration has another than 1."""
 _FULL_RATES = {"sdxl": (3e-6, "OneTrainer's preset for SDXL in full")}
 _FULL_RATE = (1e-5, "OneTrainer's presets for Qwen-Image in full; ai-toolkit has 3e-5 with Adafactor")
 _BYTES_OF_STATE = 12
@@ -101,11 +107,15 @@ def training_lines(request: Request) -> Iterator[tuple[str, Line]]:
     batch = effective_batch(request)
     seen, why = seen_images(request)
     steps = math.ceil(seen / batch)
+    if request.entry.name in _NOISE_LEVELS:
+        deviation, source = _NOISE_LEVELS[request.entry.name]
+        yield "flow_sigmoid_scale", Line(value=deviation, why=source)
     yield "max_train_steps", Line(value=steps, why=f"{why}, {batch} in a step" if batch > 1 else f"steps of one image, {why}")
     if request.goal == "lora":
         source = _LORA_SOURCES.get(request.entry.name, f"as for FLUX.1: {_LORA_SOURCES['flux']}")
-        yield "learning_rate", Line(value=1e-4, why=_LORA_RATES.get(request.entry.name, source))
-        yield "lora_rank", Line(value=16, why=f"{source}; more for a style with much detail")
+        rate, rank, source = _LORA_OTHERS.get(request.entry.name, (1e-4, 16, source))
+        yield "learning_rate", Line(value=rate, why=_LORA_RATES.get(request.entry.name, source))
+        yield "lora_rank", Line(value=rank, why=f"{source}; more for a style with much detail")
         return
     rate, source = _FULL_RATES.get(request.entry.name, _FULL_RATE)
     yield "learning_rate", Line(value=rate, why=source)

@@ -133,7 +133,9 @@ class Known:
         results = [result] if sequence is None else list(result)
         made = [each if each is None or type(each) is int else self._made(each, tensors) for each in results]
         are_known = all(how is not None or each is None for each, how in zip(results, made, strict=True))
-        new = [each.untyped_storage() for each, how in zip(results, made, strict=True) if isinstance(how, Made) and how.place < 0]
+        new = [
+            each.untyped_storage() for each, how in zip(results, made, strict=True) if isinstance(how, Made) and how.place < 0
+        ]
         are_known = are_known and sequence in (None, list, tuple) and len({id(each) for each in new}) == len(new)
         self._entries[key] = Entry(made=made, sequence=sequence, costs=costs) if are_known else None
 
