@@ -264,6 +264,7 @@ def test_what_other_nodes_report_is_shown_too(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("kind", "fields", "text"),
     [
+        ("eval", {"loss": 0.5, "factors": ["mask"]}, "evaluation of step 1: loss 0.5 times mask on held-out images"),
         ("checkpoint", {"path": "checkpoints/step-1"}, "checkpoint of step 1: {}/checkpoints/step-1"),
         ("sample", {"overview": "samples/1/grid.png"}, "images of step 1: {}/samples/1/grid.png"),
         ("warning", {"message": "hm"}, "warning: hm"),
