@@ -17,7 +17,7 @@ from smalti_plan.rehearsal.rehearse import rehearse
 NOT_REHEARSED = "not rehearsed"
 """How a note begins that says why formulas count a way."""
 _FEW = 3
-"""Each takes up to a minute and a half of CPU for a model of 12 billion parameters."""
+"""Each takes half a minute of CPU for a model of 12 billion parameters."""
 
 
 def worth_rehearsing(found: Sequence[Choice], own: Choice | None, most: int = _FEW) -> list[Choice]:

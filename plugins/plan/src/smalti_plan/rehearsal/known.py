@@ -23,21 +23,23 @@ _torch: Any = torch._C
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Look:
+    """Of a tensor. `attributes` is what a fake one knows of itself."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    dtype: torch.dtype
+    device: torch.device
+    attributes: Mapping[str, object]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Made:
-    """A tensor that an operation returns: the input at this place, a view of it, or a new one where the place is -1.
+    """A tensor that an operation returns: the input at `place`, with another look a view of it; without a place a new one."""
 
-    `needs` are the bytes that its storage has at least, `attributes` what a fake tensor knows of itself.
-    """
-
-    place: int
-    is_view: bool = False
-    shape: tuple[int, ...] = ()
-    stride: tuple[int, ...] = ()
-    offset: int = 0
-    dtype: torch.dtype = torch.float32
-    device: torch.device = torch.device("cpu")
-    needs: int = 0
-    attributes: Mapping[str, object] | None = None
+    place: int | None
+    look: Look | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,12 +101,8 @@ class Known:
                 return False
         return True
 
-    def get(self, key: object, tensors: Sequence[Tensor]) -> Entry | None:
-        entry = self._entries.get(key)
-        for each in () if entry is None else entry.made:
-            if isinstance(each, Made) and each.is_view and tensors[each.place].untyped_storage().nbytes() < each.needs:
-                return None  # its memory is freed for now
-        return entry
+    def get(self, key: object) -> Entry | None:
+        return self._entries.get(key)
 
     def again(self, entry: Entry, tensors: Sequence[Tensor]) -> Any:
         """Results like those that the operation had."""
@@ -112,16 +110,18 @@ class Known:
         return results[0] if entry.sequence is None else entry.sequence(results)
 
     def _tensor(self, made: Made, tensors: Sequence[Tensor]) -> Tensor:
-        if made.attributes is None:
-            return tensors[made.place]
+        place, look = made.place, made.look
+        if look is None:
+            assert place is not None
+            return tensors[place]
         with cast(AbstractContextManager[None], _torch._DisableTorchDispatch()):
-            plain = torch.empty_strided(made.shape, made.stride, dtype=made.dtype, device="meta")
-            if made.is_view:
-                storage = cast(Any, tensors[made.place].untyped_storage())
-                plain.set_(storage, made.offset, made.shape, made.stride)
+            plain = torch.empty_strided(look.shape, look.stride, dtype=look.dtype, device="meta")
+            if place is not None:
+                storage = cast(Any, tensors[place].untyped_storage())
+                plain.set_(storage, look.offset, look.shape, look.stride)
         make: Any = Tensor._make_subclass
-        fake: Tensor = make(FakeTensor, plain, False, dispatch_device=True, device_for_backend_keys=made.device)
-        fake.__dict__.update(made.attributes)
+        fake: Tensor = make(FakeTensor, plain, False, dispatch_device=True, device_for_backend_keys=look.device)
+        fake.__dict__.update(look.attributes)
         _torch._set_warn_deprecated_on_mutable_data_ptr(fake)
         return fake
 
@@ -132,10 +132,9 @@ class Known:
         sequence = type(result) if isinstance(result, list | tuple) else None
         results = [result] if sequence is None else list(result)
         made = [each if each is None or type(each) is int else self._made(each, tensors) for each in results]
-        are_known = all(how is not None or each is None for each, how in zip(results, made, strict=True))
-        new = [
-            each.untyped_storage() for each, how in zip(results, made, strict=True) if isinstance(how, Made) and how.place < 0
-        ]
+        pairs = list(zip(results, made, strict=True))
+        new = [each.untyped_storage() for each, how in pairs if isinstance(how, Made) and how.place is None]
+        are_known = all(how is not None or each is None for each, how in pairs)
         are_known = are_known and sequence in (None, list, tuple) and len({id(each) for each in new}) == len(new)
         self._entries[key] = Entry(made=made, sequence=sequence, costs=costs) if are_known else None
 
@@ -143,27 +142,27 @@ class Known:
         """How to make it again, None if that is not known."""
         if type(result) is not FakeTensor:
             return None
-        storage, shape, stride, offset = result.untyped_storage(), tuple(result.shape), result.stride(), result.storage_offset()
+        storage, shape, stride, offset = (
+            result.untyped_storage(),
+            tuple(result.shape),
+            result.stride(),
+            int(result.storage_offset()),
+        )
         places = [place for place, each in enumerate(tensors) if each.untyped_storage() is storage]
         if len(places) > 1:  # another call may have this tensor once
             return None
-        if places and tensors[places[0]] is result:
-            return Made(place=places[0])
+        place = places[0] if places else None
+        if place is not None and tensors[place] is result:
+            return Made(place=place, look=None)
         if result.constant is not None or result.is_complex() or result.requires_grad:
             return None
         last = sum((size - 1) * step for size, step in zip(shape, stride, strict=True)) + 1 if result.numel() else 0
-        made = Made(
-            place=places[0] if places else -1,
-            is_view=bool(places),
-            shape=shape,
-            stride=stride,
-            offset=offset,
-            dtype=result.dtype,
-            device=result.fake_device,
-            needs=(offset + last) * result.element_size(),
-            attributes=dict(result.__dict__),
+        if place is None and (offset or storage.nbytes() != last * result.element_size()):
+            return None  # a part of something larger
+        attributes = dict(result.__dict__)
+        look = Look(
+            shape=shape, stride=stride, offset=offset, dtype=result.dtype, device=result.fake_device, attributes=attributes
         )
-        if not places and (offset or storage.nbytes() != made.needs):
-            return None
+        made = Made(place=place, look=look)
         is_like = _torch._dispatch_key_set(self._tensor(made, tensors)) == _torch._dispatch_key_set(result)
         return made if is_like else None

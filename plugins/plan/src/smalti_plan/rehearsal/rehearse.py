@@ -23,7 +23,7 @@ from smalti_plan.rehearsal.request import Request
 CACHE = "rehearsals"
 _SHOWN = 2000
 _LIMIT = 1800.0
-"""Seconds; a model of 12 billion parameters takes 90 of CPU."""
+"""Seconds; a model of 12 billion parameters takes 30 of CPU."""
 
 
 def cache() -> CacheFile:
