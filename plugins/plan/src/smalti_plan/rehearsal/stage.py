@@ -38,7 +38,7 @@ class ShapeWeights:
     """`Weights` with the shapes and types of the model that a family builds first, and any values."""
 
     def __init__(self, family: ModelFamily) -> None:
-        self._family: Any = family
+        self._family = cast(Any, family)
         self._own = family.build_model
         self._like: dict[str, tuple[torch.Size, torch.dtype]] = {}
         self._family.build_model = self._build
