@@ -123,6 +123,7 @@ MODEL_KEYS: Mapping[str, Rule] = {
     "fused_qkv_projections": ignored("it changes speed only", False),
     # Memory
     "gradient_checkpointing_interval": ignored("every block is checkpointed: less memory, slower steps", 0, 1),
+    "gradient_checkpointing_segment_stride": ignored("every block is checkpointed: less memory, slower steps", 0, 1),
     "gradient_checkpointing_backend": ignored("activations are recomputed, not offloaded", "torch"),
     "enable_group_offload": refused("group offloading is not supported", _LESS_MEMORY, False),
     "enable_model_cpu_offload": refused("model offloading is not supported", _LESS_MEMORY, False),
