@@ -1,8 +1,8 @@
 """What `--fit` chooses: against trying every way, and what rehearsals of its choices count; and the page of tables.
 
 `python bench/fit.py --tables > docs/reference/memory.md` writes model x method x card, with the host memory of each. Nothing is
-measured on a device: `smalti plan` counts. A rehearsal takes half a minute of CPU to two, and its answer is kept, so that the command
-can be repeated; `--minutes=10` takes formulas for what was not rehearsed by then.
+measured on a device: `smalti plan` counts. A rehearsal takes half a minute of CPU to two, and its answer is kept, so that the
+command can be repeated; `--minutes=10` takes formulas for what was not rehearsed by then.
 """
 
 from __future__ import annotations

@@ -86,7 +86,7 @@ def test_a_scheduler_that_does_not_fit_the_model_is_refused_with_those_that_do(f
 def test_what_is_refused_would_fail_in_the_pipeline(family_of, kind):
     family = family_of(kind)
     family.frozen.scheduler = scheduler_in_place("dpm++", dict(family.frozen.scheduler.config), flow=True)
-    with pytest.raises((TypeError, ValueError), match="custom|sigmas"):
+    with pytest.raises((TypeError, ValueError), match=r"custom|sigmas"):
         sampled(family, model_of(family), **ONE)
 
 
