@@ -13,7 +13,6 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from smalti.diffusion import Conditioning
 
@@ -51,6 +50,8 @@ class KeptTexts:
 
 def can_keep_texts(encoders: Sequence[nn.Module]) -> bool:
     """Whether what encoders make of a text depends on it alone, and each rank has them whole: shards are gathered by all."""
+    from torch.distributed.tensor import DTensor  # a second, which no launcher that checks a run has to wait
+
     modules = [module for encoder in encoders for module in encoder.modules()]
     random = any(
         isinstance(rate := getattr(each, name, 0), float) and rate > 0 for each in modules for name in ("p", "dropout")
