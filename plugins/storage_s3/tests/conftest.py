@@ -1,4 +1,4 @@
-"""Servers, and storages on them. Each server starts once; a storage has a prefix of its own."""
+"""Servers, and storages on them. Each server is there for the tests of a file: an idle one takes a fifth of a core."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from smalti_testing import juicefs, seaweed
 QUICK = Timeouts(deadline=20, first_deadline=20, pause=0.005, longest_pause=0.05, read_timeout=20)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def store(tmp_path_factory):
     with seaweed(tmp_path_factory.mktemp("seaweed")) as server:
         yield server
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def gateway(tmp_path_factory):
     with juicefs(tmp_path_factory.mktemp("juicefs")) as server:
         yield server
