@@ -6,6 +6,7 @@ from string import printable
 from diffusers import AutoencoderKL, AutoencoderKLFlux2, AutoencoderKLQwenImage
 from tokenizers.pre_tokenizers import ByteLevel
 from tokenizers.processors import TemplateProcessing
+from torch import nn
 from transformers import (
     CLIPTextConfig,
     CLIPTokenizer,
@@ -162,3 +163,10 @@ def qwen3(words: int) -> Qwen3Model:
         head_dim=16,
     )
     return Qwen3Model(config)
+
+
+def fill_zeros(model: nn.Module) -> None:
+    """Random values for parameters that begin as zeros, which would hide everything."""
+    for parameter in model.parameters():
+        if not parameter.any():
+            nn.init.normal_(parameter, std=0.2)
