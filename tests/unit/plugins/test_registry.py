@@ -251,8 +251,8 @@ def test_a_selected_plugin_brings_those_that_its_package_depends_on():
     assert load_plugins(Selection(only=("diffusers",), without=("cache",))).infos["cache"].state == "blocked"
 
 
-def test_the_metadata_of_a_plugin_are_parsed_once_for_its_name_and_once_for_its_requirements(monkeypatch):
-    """Every command looks for plugins, and parsing takes as long as all else of it."""
+def test_the_metadata_of_a_plugin_are_parsed_once_for_its_name_and_once_for_its_requirements(tmp_path, monkeypatch):
+    """Every command looks for plugins, and parsing takes as long as all else of it: it is done once in a process."""
     read, own = Counter(), PathDistribution.read_text
 
     def counted(self, filename):
@@ -260,5 +260,8 @@ def test_the_metadata_of_a_plugin_are_parsed_once_for_its_name_and_once_for_its_
         return own(self, filename)
 
     monkeypatch.setattr(PathDistribution, "read_text", counted)
-    load_plugins(strict=False)
-    assert read["smalti_toy", "METADATA"] == 2
+    monkeypatch.syspath_prepend(tmp_path)
+    for _ in range(2):
+        infos = load_plugins(Selection(without=("toy",)), strict=False).infos
+        assert (infos["toy"].state, read["smalti_toy", "METADATA"]) == ("blocked", 2)
+    assert load_plugins(strict=False).infos["toy"].state == "active"

@@ -10,16 +10,7 @@ from typing import TYPE_CHECKING
 
 from smalti.errors import ExitCode, GpuFaultError, UserError
 from smalti.hookspecs import hookimpl
-from smalti.types import (
-    Checkpoint,
-    EvaluationResult,
-    Outcome,
-    RunInfo,
-    RunState,
-    StepResult,
-    StopReason,
-    ValidationResult,
-)
+from smalti.types import Checkpoint, EvaluationResult, Outcome, RunInfo, RunState, StepResult, StopReason, ValidationResult
 
 if TYPE_CHECKING:
     from smalti.rundir import Condition, EventKind, Request, RunWriter

@@ -55,11 +55,7 @@ def parse_flags(arguments: Sequence[str], schema: Schema, problems: list[Problem
 
 
 def _translated(
-    found: dict[str, Given],
-    others: dict[str, object],
-    schema: Schema,
-    problems: list[Problem],
-    notices: list[str],
+    found: dict[str, Given], others: dict[str, object], schema: Schema, problems: list[Problem], notices: list[str]
 ) -> dict[str, Given]:
     """The flags that are options here, with those of another trainer among the others. What is left is unknown."""
     translated = schema.dialect.translate(others | {each.spelling: each.value for each in found.values()}, schema)

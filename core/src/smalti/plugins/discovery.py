@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cache
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points, version
 from pathlib import Path
@@ -62,9 +64,10 @@ def load_plugins(selection: Selection | None = None, *, strict: bool = True) -> 
     selection = selection or Selection()
     plugins = Plugins()
     _register_built_ins(plugins, selection)
-    installed = _installed()
+    installed = _installed(tuple(sys.path))
     _check_names(selection, set(installed))
-    for name, entries in installed.items():
+    for name, found in installed.items():
+        entries = [replace(each, info=replace(each.info)) for each in found]
         info = plugins.infos.setdefault(name, entries[0].info)
         if name in BUILT_IN:
             _refuse(info, f"{entries[0].info.source} has a plugin of the same name", entries, strict=strict)
@@ -100,8 +103,9 @@ class _Installed:
     requires: Sequence[str]
 
 
-def _installed() -> dict[str, list[_Installed]]:
-    """Third-party entry points by name, sorted: the order on disk differs between machines.
+@cache
+def _installed(path: tuple[str, ...]) -> dict[str, list[_Installed]]:
+    """Third-party entry points by name, sorted: the order on disk differs between machines. `path` is that of modules.
 
     One package found twice on the path, as an editable install can be, counts once.
     """
