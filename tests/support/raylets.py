@@ -13,7 +13,10 @@ from pathlib import Path
 import psutil
 
 HOST = """
+import ctypes
 import json
+import os
+import socket
 import sys
 import threading
 import time
@@ -29,6 +32,11 @@ def reap():
 
 threading.Thread(target=reap, daemon=True).start()
 
+def rename(host):
+    if ctypes.CDLL(None, use_errno=True).unshare(0x04000000):  # names of hosts of its own, for what this thread starts
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+    socket.sethostname(host)
+
 def patiently(start):
     for _ in range(3):
         try:
@@ -42,6 +50,8 @@ for line in sys.stdin:
     wanted = json.loads(line)
     if cluster is None:
         cluster = patiently(lambda: Cluster(initialize_head=True, head_node_args={"num_cpus": 0, **wanted["head"]}))
+    if wanted["host"]:
+        rename(wanted["host"])
     given = {"num_cpus": wanted["cores"], "env_vars": wanted["variables"], "object_store_memory": 80_000_000}
     node = patiently(lambda: cluster.add_node(**given))
     nodes.append(node)
@@ -92,13 +102,17 @@ class Raylets:
         """Where `ray job` submits to."""
         return f"http://127.0.0.1:{self._dashboard}"
 
-    def add(self, cores: int = 1, **variables: str) -> None:
-        """A further raylet with this number of cores, and variables of its environment that others do not have."""
+    def add(self, cores: int = 1, host: str = "", **variables: str) -> None:
+        """A further raylet with this number of cores, and variables of its environment that others do not have.
+
+        It and those after it have the name `host`, which takes the rights of root; all have that of the machine without it.
+        """
         assert self._host.stdin is not None
         assert self._host.stdout is not None
         head = {"include_dashboard": self._dashboard is not None}
         head |= {} if self._dashboard is None else {"dashboard_port": self._dashboard}
-        self._host.stdin.write(json.dumps({"head": head, "cores": cores, "variables": variables}) + "\n")
+        wanted = {"head": head, "cores": cores, "host": host, "variables": variables}
+        self._host.stdin.write(json.dumps(wanted) + "\n")
         self._host.stdin.flush()
         answer = self._host.stdout.readline().split()
         if len(answer) != 3:

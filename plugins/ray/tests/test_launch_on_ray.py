@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
+import os
 import signal
 import time
+from dataclasses import asdict
 
 import pytest
 import torch
 
+from smalti_cluster.elastic.excluded import EXCLUDED, Exclusion
 from support import ray_launches
 from support.ray_launches import LOSSES, Launch, lose, tensors
 from support.raylets import Raylets
@@ -96,16 +100,40 @@ def test_a_range_of_workers_goes_on_without_a_lost_node_and_takes_back_another(r
     launch = launched("--workers=1:2", max_train_steps=100_000, grow_after=1, gradient_accumulation_steps=1)
     launch.wait_for_step(5)
     raylets.lose(raylets.node_of(launch.worker(lost)))
-    generations = []
-    deadline = time.monotonic() + 300
-    while len(generations) < 2 and time.monotonic() < deadline:
-        generations = [each for each in launch.directory.events() if each.kind == "generation"]
-        time.sleep(0.2)
-    assert [each.number("world_size") for each in generations][:2] == [2, 1], launch.output
+    assert generations(launch, 2) == [(2, 1), (1, 2)], launch.output
     raylets.add()
-    while len(generations) < 3 and time.monotonic() < deadline:
-        generations = [each for each in launch.directory.events() if each.kind == "generation"]
-        time.sleep(0.2)
-    assert [(each.number("world_size"), each.number("accumulation")) for each in generations] == [(2, 1), (1, 2), (2, 1)]
+    assert generations(launch, 3) == [(2, 1), (1, 2), (2, 1)], launch.output
     launch.process.send_signal(signal.SIGTERM)
     assert launch.code() == 6, launch.output
+
+
+@long
+@pytest.mark.timeout(900)
+@pytest.mark.skipif(os.geteuid() != 0, reason="a name for a node of this machine takes the rights of root")
+def test_a_lost_worker_comes_back_on_a_new_node_though_a_faulty_one_is_free(launched, raylets):
+    """Ray moves what it has reserved for worker 0 to the free node, whose accelerator has failed in this run."""
+    launch = launched("--workers=1:2", max_train_steps=100_000, grow_after=1, gradient_accumulation_steps=1)
+    launch.wait_for_step(5)
+    fault = Exclusion(machine_rank=2, host="faulty", rank=2, device="GPU-2", reason="xid 79", time=time.time())
+    (launch.directory.path / EXCLUDED).write_text(json.dumps({"nodes": [asdict(fault)]}))
+    raylets.add(host="faulty")
+    raylets.lose(raylets.node_of(launch.worker(0)))
+    assert generations(launch, 2) == [(2, 1), (1, 2)], launch.output
+    time.sleep(20)  # longer than Ray takes to find the node lost and to move what was reserved
+    assert generations(launch, 2) == [(2, 1), (1, 2)], launch.output
+    raylets.add(host="sound")
+    assert generations(launch, 3) == [(2, 1), (1, 2), (2, 1)], launch.output
+    assert raylets.node_of(launch.worker(0)) == len(raylets.nodes) - 1
+    assert "no worker is placed on faulty: an accelerator has failed there in this run" in launch.output
+    launch.process.send_signal(signal.SIGTERM)
+    assert launch.code() == 6, launch.output
+
+
+def generations(launch: Launch, least: int, seconds: float = 300) -> list[tuple[float | None, float | None]]:
+    """Ranks and accumulation of each group, as soon as there are this many or the time is over."""
+    deadline = time.monotonic() + seconds
+    while True:
+        found = [each for each in launch.directory.events() if each.kind == "generation"]
+        if len(found) >= least or time.monotonic() > deadline:
+            return [(each.number("world_size"), each.number("accumulation")) for each in found]
+        time.sleep(0.2)

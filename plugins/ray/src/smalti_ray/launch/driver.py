@@ -177,6 +177,10 @@ class Launch:
     def _ask(self, number: int) -> None:
         self._asked[self.placement.workers[number].facts.remote()] = number
 
+    def _replace(self, number: int) -> None:
+        self.placement.replace(number)
+        self._ask(number)
+
     def _gather(self) -> bool:
         """Wait until all of the least number of workers are there, and a little for the others. False after a signal."""
         least, deadline = self.placement.needs.least, time.monotonic() + _CREATE_SECONDS
@@ -193,21 +197,24 @@ class Launch:
         return True
 
     def _answered(self) -> Iterator[int]:
-        """The workers that have said where they are. A lost one is replaced."""
+        """The workers that have said where they are. One that is lost, or that is on a node that is avoided, is replaced."""
         if not self._asked:
             return
         done, _ = ray.wait(list(self._asked), num_returns=len(self._asked), timeout=POLL_SECONDS)
         for each in done:
             number = self._asked.pop(each)
             try:
-                self._facts[number] = ray.get(each)
+                facts = ray.get(each)
             except RayActorError as error:
                 if "No module named" in str(error):
                     fix = "install the same packages on all nodes of the cluster, smalti-ray among them"
                     raise UserError(f"worker {number} cannot start: {str(error).splitlines()[-1]}", fix=fix) from error
-                self.placement.replace(number)
-                self._ask(number)
+                self._replace(number)
                 continue
+            if self.placement.avoids(facts.node):
+                self._replace(number)
+                continue
+            self._facts[number] = facts
             yield number
 
     def _check(self, number: int) -> None:
@@ -241,8 +248,7 @@ class Launch:
                 click.echo(f"smalti: worker {number} ({facts.host}) was lost: Ray's process of it, or its node", err=True)
             elastic = self.placement.needs.least < self.placement.needs.most
             if code in (ExitCode.KILLED, ExitCode.GPU_FAULT) and elastic and self._running and not self.received:
-                self.placement.replace(number)  # not on a node whose accelerator has failed
-                self._ask(number)
+                self._replace(number)  # not on a node whose accelerator has failed
 
     def _stop(self, chosen: Collection[int], why: str) -> None:
         for number in set(chosen) - self._stopping:

@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 import ray
-from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from smalti import UserError
@@ -107,20 +107,29 @@ class Placement:
         """Ask Ray for a worker of this number, on any node that can be used. It may come much later.
 
         Ray moves what is reserved for one of the least number from a lost node to the next one that comes: it uses that, unless
-        nodes are avoided, since what is reserved may be on one of them.
+        it is on a node that is avoided now. If it comes up on such a node later, replace it once more.
         """
         if (old := self.workers.pop(number, None)) is not None:
             ray.kill(old)
-        if selector := self._selector():
-            options: dict[str, Any] = {"label_selector": selector}
+        if number < self.needs.least and not self.avoids(self._node_of_reserved(number)):
+            options = self._reserved(number)
         else:
-            options = self._reserved(number) if number < self.needs.least else {}
+            selector = self._selector()
+            options = {"label_selector": selector} if selector else {}
         self.workers[number] = self._actor(number, **options)
         return self.workers[number]
+
+    def avoids(self, node: str) -> bool:
+        """Whether no worker may be on the node with this id of Ray's."""
+        return node in nodes_to_avoid(self.directory)
 
     def _reserved(self, number: int) -> dict[str, Any]:
         assert self._group is not None, "it is placed"
         return {"scheduling_strategy": PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=number)}
+
+    def _node_of_reserved(self, number: int) -> str:
+        """The id of the node that Ray has last said; one that is lost until Ray has found another."""
+        return str(placement_group_table(self._group)["bundles_to_node_id"].get(number, ""))
 
     def _actor(self, number: int, **options: Any) -> Any:
         needs, name = self.needs, f"worker {number} of {self.needs.name}"
