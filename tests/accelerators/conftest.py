@@ -33,6 +33,7 @@ PIPELINE_MODULES = {
     "flux2": "diffusers.pipelines.flux2.pipeline_flux2_klein",
     "ideogram": "diffusers.pipelines.ideogram4.pipeline_ideogram4",
     "krea2": "diffusers.pipelines.krea2.pipeline_krea2",
+    "longcat_image": "diffusers.pipelines.longcat_image.pipeline_longcat_image",
     "lumina2": "diffusers.pipelines.lumina2.pipeline_lumina2",
     "ovis_image": "diffusers.pipelines.ovis_image.pipeline_ovis_image",
     "pixart": "diffusers.pipelines.pixart_alpha.pipeline_pixart_sigma",

@@ -154,6 +154,14 @@ def ovis_image(c, n, m):
     return ends + once + modulation + (c.num_layers + c.num_single_layers) * (linear(t, d, per_token) + attention(t, t, d))
 
 
+def longcat_image(c, n, m):
+    d, t = width_of(c), n + m
+    ends = linear(n, c.in_channels, d) + linear(m, c.joint_attention_dim, d) + linear(n, d, c.in_channels)
+    once = embedded(256, d) + linear(1, d, 2 * d)
+    modulation = c.num_layers * 2 * linear(1, d, 6 * d) + c.num_single_layers * linear(1, d, 3 * d)
+    return ends + once + modulation + (c.num_layers + c.num_single_layers) * (24 * t * d * d + attention(t, t, d))
+
+
 def qwen_image(c, n, m):
     d, t = width_of(c), n + m
     ends = linear(n, c.in_channels, d) + linear(m, c.joint_attention_dim, d) + linear(n, d, c.patch_size**2 * c.out_channels)

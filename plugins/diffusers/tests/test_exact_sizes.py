@@ -20,6 +20,7 @@ from smalti_diffusers.families.flux import Flux
 from smalti_diffusers.families.flux2 import Flux2
 from smalti_diffusers.families.ideogram import Ideogram
 from smalti_diffusers.families.krea2 import Krea2
+from smalti_diffusers.families.longcat_image import LongCatImage
 from smalti_diffusers.families.lumina2 import Lumina2
 from smalti_diffusers.families.ovis_image import OvisImage
 from smalti_diffusers.families.pixart import PixArt
@@ -52,6 +53,7 @@ MODELS = {
     "auraflow 0.1": (AuraFlow, "0.1"),
     "ideogram": (Ideogram, "v4"),
     "krea2": (Krea2, "raw"),
+    "longcat image": (LongCatImage, "final"),
     "lumina2": (Lumina2, "2.0"),
     "ovis image": (OvisImage, "7b"),
     "qwen image": (QwenImage, "image"),
@@ -74,6 +76,7 @@ KEPT = (
     "auraflow 0.1",
     "ideogram",
     "krea2",
+    "longcat image",
     "lumina2",
     "ovis image",
     "qwen image",
@@ -98,6 +101,7 @@ PARAMETERS = {
     "auraflow 0.1": 6_842_876_928,
     "ideogram": 9_279_288_448,
     "krea2": 12_820_073_036,
+    "longcat image": 6_270_668_864,
     "lumina2": 2_609_769_152,
     "ovis image": 7_370_449_728,
     "qwen image": 20_430_401_088,

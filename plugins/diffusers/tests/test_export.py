@@ -41,6 +41,7 @@ IN_PROCESS = (
     "flux2",
     "ideogram",
     "krea2",
+    "longcat_image",
     "lumina2",
     "ovis_image",
     "qwen_image",

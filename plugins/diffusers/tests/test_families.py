@@ -9,10 +9,10 @@ from inspect import signature
 import pytest
 import torch
 from compared import compares
-from diffusers import DiffusionPipeline, Krea2Transformer2DModel
+from diffusers import Krea2Transformer2DModel
 from diffusers.pipelines.flux.pipeline_flux import calculate_shift
 from diffusers.pipelines.ideogram4.pipeline_ideogram4 import _logit_normal_sigmas, _resolution_aware_mu
-from kinds import EMPTY, GIVEN, GUIDANCE, MAKERS, PROMPTS, SIZE, TOLD, masked
+from kinds import EMPTY, GIVEN, GUIDANCE, MAKERS, PROMPTS, SIZE, TOLD, opened
 
 from smalti import UserError
 from smalti.config.resolution import resolve
@@ -46,6 +46,7 @@ CALLS = {
     "ideogram": [PROMPTS],
     "krea2": [PROMPTS, EMPTY],
     "krea2 turbo": [PROMPTS, EMPTY],
+    "longcat image": [PROMPTS, EMPTY],
     "lumina2": [PROMPTS, EMPTY],
     "ovis image": [PROMPTS, EMPTY],
     "qwen image": [PROMPTS, EMPTY],
@@ -71,7 +72,7 @@ VARIANTS = ("flux schnell", "flux2 klein distilled", "krea2 turbo", "sd3.5")
 def drawn(request, family_of):
     """A family, its model, and what its pipeline calls that model with while it draws two pictures in two steps."""
     family = family_of(request.param, f"--flux_guidance_value={GUIDANCE}")
-    pipeline = masked(DiffusionPipeline.from_pretrained(family.components.folder))
+    pipeline = opened(family.components.folder)
     pipeline.set_progress_bar_config(disable=True)
     calls = []
     model = pipeline.components[family.part]
@@ -441,6 +442,7 @@ TestAuraFlow = contract("auraflow")
 TestIdeogram = contract("ideogram", 64)
 TestKrea2 = contract("krea2")
 TestLumina2 = contract("lumina2", 240)  # which the instruction is a part of
+TestLongCatImage = contract("longcat image")
 TestOvisImage = contract("ovis image")
 TestQwenImage = contract("qwen image")
 TestZImage = contract("z image")

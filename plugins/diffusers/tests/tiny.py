@@ -39,6 +39,7 @@ from tiny_newer import (
     ernie as ernie,
     ideogram as ideogram,
     krea2 as krea2,
+    longcat_image as longcat_image,
     ovis_image as ovis_image,
     qwen_image as qwen_image,
     z_image as z_image,

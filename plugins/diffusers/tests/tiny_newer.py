@@ -19,6 +19,8 @@ from diffusers import (
     Ideogram4Transformer2DModel,
     Krea2Pipeline,
     Krea2Transformer2DModel,
+    LongCatImagePipeline,
+    LongCatImageTransformer2DModel,
     OvisImagePipeline,
     OvisImageTransformer2DModel,
     QwenImagePipeline,
@@ -31,6 +33,7 @@ from tiny_parts import (
     fill_zeros,
     gemma_tokenizer,
     patch_vae,
+    qwen2_vl,
     qwen3,
     qwen3_vl,
     qwen_tokenizer,
@@ -42,8 +45,6 @@ from tiny_parts import (
 from transformers import (
     Mistral3Config,
     Mistral3Model,
-    Qwen2_5_VLConfig,
-    Qwen2_5_VLForConditionalGeneration,
 )
 
 
@@ -129,14 +130,34 @@ def ovis_image(folder: Path) -> Path:
     return folder
 
 
+def longcat_image(folder: Path) -> Path:
+    """LongCat-Image, whose pipeline takes sixteen channels for granted; without the part that rewrites prompts."""
+    torch.manual_seed(0)
+    tokenizer = qwen_tokenizer()
+    transformer = LongCatImageTransformer2DModel(
+        in_channels=64,
+        num_layers=2,
+        num_single_layers=2,
+        attention_head_dim=16,
+        num_attention_heads=2,
+        joint_attention_dim=32,
+        axes_dims_rope=(4, 6, 6),
+    )
+    LongCatImagePipeline(
+        scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0, use_dynamic_shifting=True),
+        vae=vae(16, shift_factor=0.1, scaling_factor=0.4, use_quant_conv=False, use_post_quant_conv=False),
+        text_encoder=qwen2_vl(len(tokenizer)),
+        tokenizer=tokenizer,
+        text_processor=None,
+        transformer=transformer,
+    ).save_pretrained(folder)
+    return folder
+
+
 def qwen_image(folder: Path) -> Path:
     """Qwen-Image, whose autoencoder is one for video."""
     torch.manual_seed(0)
     tokenizer = qwen_tokenizer()
-    text = {"vocab_size": len(tokenizer), "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}
-    heads["rope_parameters"]["mrope_section"] = [2, 3, 3]
-    vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 1, "out_hidden_size": 32}
     transformer = QwenImageTransformer2DModel(
         in_channels=16,
         out_channels=4,
@@ -149,7 +170,7 @@ def qwen_image(folder: Path) -> Path:
     QwenImagePipeline(
         scheduler=FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True, shift_terminal=0.02),
         vae=video_vae(),
-        text_encoder=Qwen2_5_VLForConditionalGeneration(Qwen2_5_VLConfig(text_config=text | heads, vision_config=vision)),
+        text_encoder=qwen2_vl(len(tokenizer)),
         tokenizer=tokenizer,
         transformer=transformer,
     ).save_pretrained(folder)

@@ -25,6 +25,7 @@ FLAVOURS: Mapping[str, Mapping[str, str]] = {
     },
     "ideogram": {"v4": "ideogram-ai/ideogram-v4", "v4-bf16": "CalamitousFelicitousness/Ideogram-4-bf16-Diffusers"},
     "krea2": {"raw": "krea/Krea-2-Raw", "turbo": "krea/Krea-2-Turbo"},
+    "longcat_image": {"final": "meituan-longcat/LongCat-Image", "dev": "meituan-longcat/LongCat-Image-Dev"},
     "lumina2": {"2.0": "Alpha-VLLM/Lumina-Image-2.0"},
     "ovis_image": {"7b": "AIDC-AI/Ovis-Image-7B"},
     "pixart": {

@@ -28,6 +28,7 @@ FAMILIES = (
     _entry("flux2", "Flux.2", "Flux2"),
     _entry("ideogram", "Ideogram 4", "Ideogram"),
     _entry("krea2", "Krea 2", "Krea2"),
+    _entry("longcat_image", "LongCat-Image", "LongCatImage"),
     _entry("lumina2", "Lumina Image 2.0", "Lumina2"),
     _entry("ovis_image", "Ovis-Image", "OvisImage"),
     _entry("pixart", "PixArt Sigma and Alpha", "PixArt"),

@@ -28,6 +28,7 @@ OTHERS = (
         "flux2",
         "ideogram",
         "krea2",
+        "longcat_image",
         "lumina2",
         "pixart",
         "qwen_image",

@@ -64,6 +64,7 @@ TOOLS: Mapping[str, Tools] = {
     "flux2": Tools(comfyui="diffusers", kohya=True, module="networks.lora_flux_2"),
     "ideogram": Tools(comfyui="kohya", kohya=True, module="networks.lora_ideogram4"),
     "krea2": Tools(comfyui="diffusers", kohya=True, module="networks.lora_krea2"),
+    "longcat_image": Tools(diffusers=False, comfyui=None, kohya=False),
     "lumina2": Tools(comfyui="kohya", kohya=True, module="networks.lora_lumina"),
     "ovis_image": Tools(diffusers=False, comfyui=None, kohya=False),
     "pixart": Tools(diffusers=False, comfyui="diffusers", kohya=False),

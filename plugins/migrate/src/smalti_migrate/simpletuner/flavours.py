@@ -46,6 +46,7 @@ FLAVOURS: Mapping[str, Mapping[str, tuple[str, str]]] = {
 OTHER_TASKS: Mapping[str, Mapping[str, str]] = {
     "anima": dict.fromkeys(("preview", "preview-2", "preview-3"), "a preview of Anima, in another layout than base-1.0,"),
     "flux": {"kontext": "image editing"},
+    "longcat_image": {"edit": "image editing"},
     "qwen_image": dict.fromkeys(("edit-v1", "edit-v2", "edit-v2+", "edit-v3"), "image editing"),
     "sdxl": dict.fromkeys(("refiner-1.0", "refiner-0.9"), "the SDXL refiner"),
     "pixart": dict.fromkeys(("900m-1024-v0.7-stage1", "900m-1024-v0.7-stage2"), "a model in two stages"),
