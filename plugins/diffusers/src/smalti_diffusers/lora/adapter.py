@@ -157,8 +157,8 @@ def adapted_layers(model: nn.Module, targets: Sequence[str], option: str = "lora
     """The names of the modules that `targets` select, each once.
 
     A target of letters, digits, `_`, `-` and `.` is the end of their names, from a dot on. The class of a module, such as
-    `Attention`, selects every layer in modules of this class, that of the model all. Any other target is a regular expression of the end of names. The
-    latter two select the layers that an adapter fits: linear ones, and convolutions without groups.
+    `Attention`, selects every layer in modules of this class; that of the model, all. Any other target is a regular expression
+    of the end of names. The latter two select the layers that an adapter fits: linear ones, and convolutions without groups.
     Raises UserError if a target selects none.
     """
     modules = dict(model.named_modules())
