@@ -19,6 +19,7 @@ MAKERS = {
     "pixart alpha": ("pixart", tiny.pixart, {"alpha": True}),
     "sana": ("sana", tiny.sana, {}),
     "auraflow": ("auraflow", tiny.auraflow, {}),
+    "hidream": ("hidream", tiny.hidream, {}),
     "ideogram": ("ideogram", tiny.ideogram, {}),
     "krea2": ("krea2", tiny.krea2, {}),
     "krea2 turbo": ("krea2", tiny.krea2, {"distilled": True}),
@@ -30,6 +31,9 @@ MAKERS = {
 }
 # Whose model is no transformer too, modular pipelines, and one that counts noise otherwise.
 EVERY = MAKERS | {
+    "hidream small": ("hidream", tiny.hidream, {"edge": 8}),
+    "hidream dev": ("hidream", tiny.hidream, {"distilled": True}),
+    "hidream some layers": ("hidream", tiny.hidream, {"layers": (0, 2, 2)}),
     "anima": ("anima", tiny.anima, {}),
     "cosmos": ("cosmos", tiny.cosmos, {}),
     "sd1x": ("sd1x", tiny.sd1x, {}),
@@ -63,10 +67,16 @@ TOLD = {
 
 
 def opened(folder):
-    """The pipeline in a folder; that of Cosmos without its guardrail, that of LongCat-Image without what rewrites prompts."""
+    """The pipeline in a folder, without the guardrail of Cosmos and what rewrites prompts for LongCat-Image.
+
+    That of HiDream-I1 makes images of as many pixels as `SIZE`, in place of a megapixel.
+    """
     index = (folder / "model_index.json").read_text()
     more = {"safety_checker": tiny.NoGuardrail()} if "Cosmos2" in index else {}
-    return masked(DiffusionPipeline.from_pretrained(folder, **more | ({"text_processor": None} if "LongCat" in index else {})))
+    pipeline = DiffusionPipeline.from_pretrained(folder, **more | ({"text_processor": None} if "LongCat" in index else {}))
+    if "HiDream" in index:
+        pipeline.default_sample_size = (SIZE[0] * SIZE[1]) ** 0.5 / pipeline.vae_scale_factor + 1e-6
+    return masked(pipeline)
 
 
 def masked(pipeline):

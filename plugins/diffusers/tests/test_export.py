@@ -39,6 +39,7 @@ IN_PROCESS = (
     "cosmos",
     "ernie",
     "flux2",
+    "hidream",
     "ideogram",
     "krea2",
     "longcat_image",

@@ -194,7 +194,7 @@ def test_the_model_is_called_with_what_the_pipeline_calls_it_with(drawn):
 
 def test_in_the_middle_it_is_told_the_same_time(drawn):
     for ours, theirs in zip(drawn.ours(1), drawn.theirs(1), strict=True):
-        time = "timestep" if "timestep" in theirs else "t"
+        (time,) = theirs.keys() & {"timestep", "timesteps", "t"}
         torch.testing.assert_close(ours[time], theirs[time], check_dtype=False)
 
 
@@ -258,7 +258,7 @@ def test_an_image_counts_as_many_tokens_as_the_blocks_are_given(drawn):
 
     def note(module, arguments, keywords):
         states = signature(type(module).forward).bind(module, *arguments, **keywords).arguments
-        given = states.get("hidden_states", states.get("x", states.get("input")))
+        given = states.get("hidden_states", states.get("x", states.get("input", states.get("latent"))))
         lengths.append(given.shape[1] if given.ndim == 3 else given.shape[2:].numel())
 
     hook = block.register_forward_pre_hook(note, with_kwargs=True)
@@ -439,6 +439,7 @@ TestStableDiffusion3 = contract("sd3.5")
 TestPixArt = contract("pixart alpha")
 TestSana = contract("sana")
 TestAuraFlow = contract("auraflow")
+TestHiDream = contract("hidream small")
 TestIdeogram = contract("ideogram", 64)
 TestKrea2 = contract("krea2")
 TestLumina2 = contract("lumina2", 240)  # which the instruction is a part of

@@ -37,6 +37,7 @@ from tiny_newer import (
     cosmos as cosmos,
     cosmos_transformer as cosmos_transformer,
     ernie as ernie,
+    hidream as hidream,
     ideogram as ideogram,
     krea2 as krea2,
     longcat_image as longcat_image,

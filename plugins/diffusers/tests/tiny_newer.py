@@ -15,6 +15,9 @@ from diffusers import (
     ErnieImagePipeline,
     ErnieImageTransformer2DModel,
     FlowMatchEulerDiscreteScheduler,
+    FlowMatchLCMScheduler,
+    HiDreamImagePipeline,
+    HiDreamImageTransformer2DModel,
     Ideogram4Pipeline,
     Ideogram4Transformer2DModel,
     Krea2Pipeline,
@@ -25,11 +28,14 @@ from diffusers import (
     OvisImageTransformer2DModel,
     QwenImagePipeline,
     QwenImageTransformer2DModel,
+    UniPCMultistepScheduler,
     ZImagePipeline,
     ZImageTransformer2DModel,
 )
 from tiny_parts import (
     chat_tokenizer,
+    clip_config,
+    clip_tokenizer,
     fill_zeros,
     gemma_tokenizer,
     patch_vae,
@@ -43,8 +49,12 @@ from tiny_parts import (
     video_vae,
 )
 from transformers import (
+    CLIPTextModelWithProjection,
+    LlamaConfig,
+    LlamaForCausalLM,
     Mistral3Config,
     Mistral3Model,
+    PreTrainedTokenizerFast,
 )
 
 
@@ -172,6 +182,43 @@ def qwen_image(folder: Path) -> Path:
         vae=video_vae(),
         text_encoder=qwen2_vl(len(tokenizer)),
         tokenizer=tokenizer,
+        transformer=transformer,
+    ).save_pretrained(folder)
+    return folder
+
+
+def hidream(folder: Path, *, distilled: bool = False, layers: tuple[int, ...] = (0, 1, 1), edge: int = 24) -> Path:
+    """HiDream-I1, full or distilled, whose blocks take these layers of Llama; made for a square of `edge` latent pixels."""
+    torch.manual_seed(0)
+    words = t5_tokenizer()
+    words.model_max_length = 512
+    llama = PreTrainedTokenizerFast(tokenizer_object=t5_tokenizer().backend_tokenizer, eos_token="</s>", model_max_length=512)
+    sizes = {"vocab_size": 100, "hidden_size": 24, "intermediate_size": 32, "num_hidden_layers": max(layers) + 1}
+    transformer = HiDreamImageTransformer2DModel(
+        patch_size=2,
+        in_channels=4,
+        num_layers=2,
+        num_single_layers=1,
+        attention_head_dim=16,
+        num_attention_heads=2,
+        caption_channels=[32, 24],
+        text_emb_dim=32 + 48,
+        axes_dims_rope=(8, 4, 4),
+        max_resolution=(edge, edge),
+        llama_layers=list(layers),
+    )
+    flow = {"use_flow_sigmas": True, "prediction_type": "flow_prediction", "flow_shift": 3.0}
+    HiDreamImagePipeline(
+        scheduler=FlowMatchLCMScheduler(shift=6.0) if distilled else UniPCMultistepScheduler(**flow),
+        vae=vae(4, shift_factor=0.1, scaling_factor=0.4, use_quant_conv=False, use_post_quant_conv=False),
+        text_encoder=CLIPTextModelWithProjection(clip_config(positions=218)),
+        tokenizer=clip_tokenizer(),
+        text_encoder_2=CLIPTextModelWithProjection(clip_config(48, positions=218)),
+        tokenizer_2=clip_tokenizer(),
+        text_encoder_3=t5_encoder(),
+        tokenizer_3=words,
+        text_encoder_4=LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=2, num_key_value_heads=1)),
+        tokenizer_4=llama,
         transformer=transformer,
     ).save_pretrained(folder)
     return folder

@@ -74,14 +74,14 @@ def chat_tokenizer() -> Qwen2Tokenizer:
     return tokenizer
 
 
-def clip_config(width: int = 32) -> CLIPTextConfig:
+def clip_config(width: int = 32, positions: int = 77) -> CLIPTextConfig:
     return CLIPTextConfig(
         vocab_size=2 * len(LETTERS) + 2,
         hidden_size=width,
         intermediate_size=2 * width,
         num_hidden_layers=2,
         num_attention_heads=2,
-        max_position_embeddings=77,
+        max_position_embeddings=positions,
         projection_dim=width,
         bos_token_id=2 * len(LETTERS),
         eos_token_id=2 * len(LETTERS) + 1,

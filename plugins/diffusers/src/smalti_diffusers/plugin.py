@@ -26,6 +26,7 @@ FAMILIES = (
     _entry("ernie", "ERNIE-Image", "Ernie"),
     _entry("flux", "Flux.1", "Flux"),
     _entry("flux2", "Flux.2", "Flux2"),
+    _entry("hidream", "HiDream-I1", "HiDream"),
     _entry("ideogram", "Ideogram 4", "Ideogram"),
     _entry("krea2", "Krea 2", "Krea2"),
     _entry("longcat_image", "LongCat-Image", "LongCatImage"),

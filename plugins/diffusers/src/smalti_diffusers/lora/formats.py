@@ -62,6 +62,7 @@ TOOLS: Mapping[str, Tools] = {
     "ernie": Tools(comfyui="kohya", kohya=False, original=False),
     "flux": Tools(comfyui="diffusers", kohya=True, module="networks.lora_flux"),
     "flux2": Tools(comfyui="diffusers", kohya=True, module="networks.lora_flux_2"),
+    "hidream": Tools(comfyui="diffusers", kohya=False),
     "ideogram": Tools(comfyui="kohya", kohya=True, module="networks.lora_ideogram4"),
     "krea2": Tools(comfyui="diffusers", kohya=True, module="networks.lora_krea2"),
     "longcat_image": Tools(diffusers=False, comfyui=None, kohya=False),
