@@ -31,6 +31,7 @@ PIPELINE_MODULES = {
     "ernie": "diffusers.pipelines.ernie_image.pipeline_ernie_image",
     "flux": "diffusers.pipelines.flux.pipeline_flux",
     "flux2": "diffusers.pipelines.flux2.pipeline_flux2_klein",
+    "hidream": "diffusers.pipelines.hidream_image.pipeline_hidream_image",
     "ideogram": "diffusers.pipelines.ideogram4.pipeline_ideogram4",
     "krea2": "diffusers.pipelines.krea2.pipeline_krea2",
     "longcat_image": "diffusers.pipelines.longcat_image.pipeline_longcat_image",

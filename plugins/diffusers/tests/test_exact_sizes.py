@@ -18,6 +18,7 @@ from smalti_diffusers.families.cosmos import Cosmos
 from smalti_diffusers.families.ernie import Ernie
 from smalti_diffusers.families.flux import Flux
 from smalti_diffusers.families.flux2 import Flux2
+from smalti_diffusers.families.hidream import HiDream
 from smalti_diffusers.families.ideogram import Ideogram
 from smalti_diffusers.families.krea2 import Krea2
 from smalti_diffusers.families.longcat_image import LongCatImage
@@ -51,6 +52,7 @@ MODELS = {
     "sana 1600m": (Sana, "1600m-1024"),
     "sana 600m": (Sana, "600m-1024"),
     "auraflow 0.1": (AuraFlow, "0.1"),
+    "hidream": (HiDream, "full"),
     "ideogram": (Ideogram, "v4"),
     "krea2": (Krea2, "raw"),
     "longcat image": (LongCatImage, "final"),
@@ -74,6 +76,7 @@ KEPT = (
     "pixart sigma",
     "sana 600m",
     "auraflow 0.1",
+    "hidream",
     "ideogram",
     "krea2",
     "longcat image",
@@ -99,6 +102,7 @@ PARAMETERS = {
     "sana 1600m": 1_604_462_752,
     "sana 600m": 591_747_872,
     "auraflow 0.1": 6_842_876_928,
+    "hidream": 17_105_733_184,
     "ideogram": 9_279_288_448,
     "krea2": 12_820_073_036,
     "longcat image": 6_270_668_864,
@@ -114,6 +118,7 @@ PARAMETERS = {
     "sdxl": 2_567_463_684,
 }
 FEW = {"num_layers": 2, "num_single_layers": 3, "num_mmdit_layers": 1, "num_single_dit_layers": 3, "n_layers": 2}
+FEW |= {"llama_layers": [0, 1, 2, 31, 31]}
 """Layers, where every one costs what the others do: all of them take a second or two to count."""
 
 

@@ -1,12 +1,18 @@
 """HiDream-I1: experts that train as they are used in inference, layers of Llama, and images of a distilled model."""
 
+import shutil
+
 import pytest
 import torch
 from diffusers import HiDreamImageTransformer2DModel
 from kinds import PROMPTS
 
+from smalti import UserError
 from smalti.models.family import SampleRequest
+from smalti_diffusers.families.hidream import HiDream
 from smalti_diffusers.lora.assistant import is_distilled
+from smalti_diffusers.options import DiffusersOptions
+from smalti_diffusers.sources.components import Components
 from smalti_testing.family_subject import native_objective
 
 SIZES = [(6, 4), (4, 4)]
@@ -101,6 +107,14 @@ def test_an_image_of_a_distilled_model_depends_on_its_seed_alone(family_of):
     assert not torch.allclose(both[:1], sampled(PROMPTS[:1], (2,)), atol=1e-2)
     assert family.flow_shift.at(1) == 6.0
     assert family_of("hidream").flow_shift.at(1) == 3.0
+
+
+def test_the_published_pipeline_needs_llama_beside_it(family_of, tmp_path):
+    folder = shutil.copytree(family_of("hidream").components.folder, tmp_path / "published")
+    shutil.rmtree(folder / "text_encoder_4")
+    with pytest.raises(UserError, match="come without Llama") as refused:
+        HiDream(Components(folder), DiffusersOptions())
+    assert "name that folder" in refused.value.fix
 
 
 def test_the_distilled_models_are_known_by_their_names():

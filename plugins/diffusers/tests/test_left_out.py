@@ -46,7 +46,7 @@ LEFT_OUT = {
     ),
     "nobody has written its family yet": (
         *("Bria(Fibo|Fibo2)?", "CogView3Plus", "CogView4"),
-        *("DreamLite(Mobile)?", "Flux3Modular", "GlmImage", "HiDreamImage", "HunyuanDiT", "HunyuanImage"),
+        *("DreamLite(Mobile)?", "Flux3Modular", "GlmImage", "HunyuanDiT", "HunyuanImage"),
         *("Kandinsky5T2I", "Kolors", "Lumina", "NucleusMoEImage", "OmniGen"),
         *("PRX(Pixel)?", "QwenImage21"),
     ),

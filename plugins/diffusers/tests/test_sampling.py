@@ -17,7 +17,7 @@ SOLVERS = [
         for kind in ("flux", "flux2 klein", "sd3", "sana", "auraflow", "ovis image")
         for name in ("euler", "unipc", "dpm++")
     ),
-    *((kind, name) for kind in SIGMAS for name in ("euler", "unipc")),
+    *((kind, name) for kind in (*SIGMAS, "hidream") for name in ("euler", "unipc")),
     *((kind, name) for kind in ("sdxl", "pixart sigma") for name in ("ddim", "euler", "heun", "unipc", "dpm++")),
 ]
 KEPT = [

@@ -26,6 +26,7 @@ OTHERS = (
         "cosmos",
         "ernie",
         "flux2",
+        "hidream",
         "ideogram",
         "krea2",
         "longcat_image",

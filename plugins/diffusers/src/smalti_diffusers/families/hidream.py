@@ -16,12 +16,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
+from smalti import Config, UserError
 from smalti.diffusion import Conditioning
-from smalti.models import SampleRequest
+from smalti.models import SampleRequest, is_dry_run
 from smalti_diffusers.families.captions import CaptionTensor, PooledRow
 from smalti_diffusers.families.padding import has_values
 from smalti_diffusers.families.tokens import positions
 from smalti_diffusers.families.transformer import TransformerFamily
+from smalti_diffusers.options import DiffusersOptions
+from smalti_diffusers.sources.components import Components
 from smalti_diffusers.sources.model_file import ModelFile
 
 _EXPERTS = "MOEFeedForwardSwiGLU"
@@ -46,6 +49,7 @@ class HiDream(TransformerFamily):
     patch = 2
     time = "1000t"
     sign = -1
+    gives_sigmas = True  # or what decides them, which dpm++ does not take
     captions = {
         "tokens": _Rows(
             model="encoder_hidden_states_t5",
@@ -62,6 +66,15 @@ class HiDream(TransformerFamily):
     }
     max_length = 128
     encode_arguments = {"do_classifier_free_guidance": False}
+
+    def __init__(self, components: Components, options: DiffusersOptions, config: Config | None = None) -> None:
+        super().__init__(components, options, config)
+        if not (is_dry_run() or components.missing) and not (components.folder / "text_encoder_4").is_dir():
+            raise UserError(
+                f"{components.folder} has no text_encoder_4: the published pipelines come without Llama 3.1 8B Instruct",
+                fix="load text_encoder_4 and tokenizer_4 from meta-llama/Llama-3.1-8B-Instruct, give them to "
+                "HiDreamImagePipeline.from_pretrained, save it with save_pretrained, and name that folder",
+            )
 
     @classmethod
     def flavour_of(cls, file: ModelFile, flavours: Mapping[str, str]) -> str | None:

@@ -38,6 +38,7 @@ _LORA_RATES = {"sdxl": f"{_DREAMBOOTH}/README_sdxl.md"}
 """Published configurations with this rate and another rank or none."""
 _LONGCAT = "https://github.com/meituan-longcat/LongCat-Image/blob/main/train_examples"
 _LORA_OTHERS = {
+    "hidream": (2e-4, 8, f"{_DREAMBOOTH}/README_hidream.md"),
     "krea2": (3e-4, 32, f"{_DREAMBOOTH}/README_krea2.md"),
     "longcat_image": (1e-4, 32, f"{_LONGCAT}/lora/train_config.yaml"),
 }
