@@ -94,6 +94,7 @@ FLUX_LORA_TARGETS: Mapping[str, tuple[str, ...]] = {
 LORA_TARGETS: Mapping[str, tuple[str, ...]] = {
     "": _ATTENTION,
     "flux": FLUX_LORA_TARGETS["all"],
+    "hidream": ("to_k", "to_q", "to_v"),  # there is no to_out.0 among its layers, which peft passes over
     "flux2": ("attn.to_q", "attn.to_k", "attn.to_v", "attn.to_out.0", "attn.to_qkv_mlp_proj"),
 }
 """Layers that are adapted by default, by family; "" is for all others."""
