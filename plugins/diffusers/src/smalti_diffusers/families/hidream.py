@@ -83,10 +83,10 @@ class HiDream(TransformerFamily):
 
     def build_base(self) -> nn.Module:
         model = super().build_base()
-        model.__class__ = _with(_Images, type(model))
+        model.__class__ = _with(_Images, cast(Any, type(model)))
         for module in model.modules():
             if type(module).__name__ == _EXPERTS:
-                module.__class__ = _with(_Experts, type(module))
+                module.__class__ = _with(_Experts, cast(Any, type(module)))
                 cast(Any, module).gate.alpha = 0.0  # of an auxiliary loss, which diffusers computes for nothing
         return model
 
@@ -188,7 +188,7 @@ class _Experts:
         chosen, shares, _ = self.gate(x)  # (B N, K)
         copies = x.reshape(-1, x.shape[-1]).repeat_interleave(chosen.shape[1], dim=0)
         order = chosen.flatten().argsort(stable=True)
-        parts = copies[order].split(_counts(chosen, len(self.experts)))
+        parts = torch.split(copies[order], _counts(chosen, len(self.experts)))
         # All are called, those of no token too: replicas wait for a gradient of every parameter.
         found = torch.cat([expert(part) for expert, part in zip(self.experts, parts, strict=True)])
         found = found[order.argsort()].view(*chosen.shape, -1) * shares.unsqueeze(-1)
