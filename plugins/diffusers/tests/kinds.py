@@ -66,16 +66,16 @@ TOLD = {
 }
 
 
-def opened(folder):
+def opened(folder, size=SIZE):
     """The pipeline in a folder, without the guardrail of Cosmos and what rewrites prompts for LongCat-Image.
 
-    That of HiDream-I1 makes images of as many pixels as `SIZE`, in place of a megapixel.
+    That of HiDream-I1 makes images of as many pixels as `size`, in place of a megapixel.
     """
     index = (folder / "model_index.json").read_text()
     more = {"safety_checker": tiny.NoGuardrail()} if "Cosmos2" in index else {}
     pipeline = DiffusionPipeline.from_pretrained(folder, **more | ({"text_processor": None} if "LongCat" in index else {}))
     if "HiDream" in index:
-        pipeline.default_sample_size = (SIZE[0] * SIZE[1]) ** 0.5 / pipeline.vae_scale_factor + 1e-6
+        pipeline.default_sample_size = (size[0] * size[1]) ** 0.5 / pipeline.vae_scale_factor + 1e-6
     return masked(pipeline)
 
 
