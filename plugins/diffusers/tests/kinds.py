@@ -33,7 +33,7 @@ MAKERS = {
 EVERY = MAKERS | {
     "hidream small": ("hidream", tiny.hidream, {"edge": 8}),
     "hidream dev": ("hidream", tiny.hidream, {"distilled": True}),
-    "hidream some layers": ("hidream", tiny.hidream, {"layers": (0, 2, 2)}),
+    "hidream some layers": ("hidream", tiny.hidream, {"layers": (0, 2)}),
     "anima": ("anima", tiny.anima, {}),
     "cosmos": ("cosmos", tiny.cosmos, {}),
     "sd1x": ("sd1x", tiny.sd1x, {}),

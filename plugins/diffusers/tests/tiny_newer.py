@@ -187,7 +187,7 @@ def qwen_image(folder: Path) -> Path:
     return folder
 
 
-def hidream(folder: Path, *, distilled: bool = False, layers: tuple[int, ...] = (0, 1, 1), edge: int = 24) -> Path:
+def hidream(folder: Path, *, distilled: bool = False, layers: tuple[int, int] = (0, 1), edge: int = 24) -> Path:
     """HiDream-I1, full or distilled, whose blocks take these layers of Llama; made for a square of `edge` latent pixels."""
     torch.manual_seed(0)
     words = t5_tokenizer()
@@ -197,7 +197,7 @@ def hidream(folder: Path, *, distilled: bool = False, layers: tuple[int, ...] = 
     transformer = HiDreamImageTransformer2DModel(
         patch_size=2,
         in_channels=4,
-        num_layers=2,
+        num_layers=1,
         num_single_layers=1,
         attention_head_dim=16,
         num_attention_heads=2,
