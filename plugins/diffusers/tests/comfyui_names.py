@@ -21,6 +21,7 @@ KNOWN = {
         r"transformer_blocks\.\d+\.(ff|ff_context)\.linear_(in|out)",
         r"single_transformer_blocks\.\d+\.attn\.(to_qkv_mlp_proj|to_out)",
     ),
+    "hidream": (r".*",),  # every layer, by the name of diffusers after "transformer."
     "krea2": (
         r"(transformer|text_fusion\.(layerwise|refiner))_blocks\.\d+\.(attn\.to_(q|k|v|gate|out\.0)|ff\.(gate|up|down))",
         r"img_in|final_layer\.linear|text_fusion\.projector|txt_in\.linear_[12]|time_embed\.linear_[12]|time_mod_proj",

@@ -154,6 +154,34 @@ def ovis_image(c, n, m):
     return ends + once + modulation + (c.num_layers + c.num_single_layers) * (linear(t, d, per_token) + attention(t, t, d))
 
 
+def longcat_image(c, n, m):
+    d, t = width_of(c), n + m
+    ends = linear(n, c.in_channels, d) + linear(m, c.joint_attention_dim, d) + linear(n, d, c.in_channels)
+    once = embedded(256, d) + linear(1, d, 2 * d)
+    modulation = c.num_layers * 2 * linear(1, d, 6 * d) + c.num_single_layers * linear(1, d, 3 * d)
+    return ends + once + modulation + (c.num_layers + c.num_single_layers) * (24 * t * d * d + attention(t, t, d))
+
+
+def hidream(c, n, m):
+    """Of an image that is not square, which is padded."""
+    d, m = width_of(c), 3 * m  # T5, the last layer of Llama, and the one of the block
+    n, patch = c.max_resolution[0] * c.max_resolution[1] // c.patch_size**2, c.patch_size**2
+    t, blocks = n + m, c.num_layers + c.num_single_layers
+
+    def gated(tokens, hidden):
+        return linear(tokens, d, 3 * multiple(2 * hidden // 3, 256))
+
+    def experts(tokens):
+        return linear(tokens, d, c.num_routed_experts) + gated(tokens, 2 * d) + c.num_activated_experts * gated(tokens, 4 * d)
+
+    ends = linear(n, patch * c.in_channels, d) + linear(n, d, patch * c.out_channels) + linear(1, d, 2 * d)
+    text = blocks * linear(m // 3, c.caption_channels[1], d) + linear(m // 3, c.caption_channels[0], d)
+    once = embedded(256, d) + embedded(c.text_emb_dim, d)
+    own = linear(t, d, 4 * d) + attention(t, t, d)
+    double = c.num_layers * (own + experts(n) + gated(m, 4 * d) + linear(1, d, 12 * d))
+    return ends + text + once + double + c.num_single_layers * (own + experts(t) + linear(1, d, 6 * d))
+
+
 def qwen_image(c, n, m):
     d, t = width_of(c), n + m
     ends = linear(n, c.in_channels, d) + linear(m, c.joint_attention_dim, d) + linear(n, d, c.patch_size**2 * c.out_channels)

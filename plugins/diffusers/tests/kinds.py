@@ -19,9 +19,11 @@ MAKERS = {
     "pixart alpha": ("pixart", tiny.pixart, {"alpha": True}),
     "sana": ("sana", tiny.sana, {}),
     "auraflow": ("auraflow", tiny.auraflow, {}),
+    "hidream": ("hidream", tiny.hidream, {}),
     "ideogram": ("ideogram", tiny.ideogram, {}),
     "krea2": ("krea2", tiny.krea2, {}),
     "krea2 turbo": ("krea2", tiny.krea2, {"distilled": True}),
+    "longcat image": ("longcat_image", tiny.longcat_image, {}),
     "lumina2": ("lumina2", tiny.lumina2, {}),
     "ovis image": ("ovis_image", tiny.ovis_image, {}),
     "qwen image": ("qwen_image", tiny.qwen_image, {}),
@@ -29,6 +31,9 @@ MAKERS = {
 }
 # Whose model is no transformer too, modular pipelines, and one that counts noise otherwise.
 EVERY = MAKERS | {
+    "hidream small": ("hidream", tiny.hidream, {"edge": 8}),
+    "hidream dev": ("hidream", tiny.hidream, {"distilled": True}),
+    "hidream some layers": ("hidream", tiny.hidream, {"layers": (0, 2)}),
     "anima": ("anima", tiny.anima, {}),
     "cosmos": ("cosmos", tiny.cosmos, {}),
     "sd1x": ("sd1x", tiny.sd1x, {}),
@@ -43,7 +48,8 @@ EMPTY = [""] * len(PROMPTS)
 SIZE = (96, 64)
 GUIDANCE = 3.5
 # What pipelines take as latents, where that is not what smalti calls so.
-GIVEN = {"flux": pack, "chroma": pack, "ideogram": FLAT.pack, "krea2": pack, "ovis_image": pack, "qwen_image": pack}
+PACKED = ("flux", "chroma", "krea2", "longcat_image", "ovis_image", "qwen_image")
+GIVEN = {"ideogram": FLAT.pack, **dict.fromkeys(PACKED, pack)}
 # What a run says to the pipeline where the pipeline's own default would be another one.
 TOLD = {
     "flux schnell": {"max_sequence_length": 256},
@@ -53,16 +59,24 @@ TOLD = {
     "ideogram": {"guidance_schedule": None, "max_sequence_length": 64},
     "krea2": {"guidance_scale": GUIDANCE - 1},
     "krea2 turbo": {"guidance_scale": GUIDANCE - 1},
+    "longcat image": {"negative_prompt": EMPTY, "enable_prompt_rewrite": False},
     "qwen image": {"true_cfg_scale": GUIDANCE, "negative_prompt": [" "] * len(PROMPTS)},
     "z image": {"guidance_scale": GUIDANCE - 1},
     "cosmos": {"negative_prompt": EMPTY},
 }
 
 
-def opened(folder):
-    """The pipeline in a folder; that of Cosmos without its guardrail."""
-    more = {"safety_checker": tiny.NoGuardrail()} if "Cosmos2" in (folder / "model_index.json").read_text() else {}
-    return masked(DiffusionPipeline.from_pretrained(folder, **more))
+def opened(folder, size=SIZE):
+    """The pipeline in a folder, without the guardrail of Cosmos and what rewrites prompts for LongCat-Image.
+
+    That of HiDream-I1 makes images of as many pixels as `size`, in place of a megapixel.
+    """
+    index = (folder / "model_index.json").read_text()
+    more = {"safety_checker": tiny.NoGuardrail()} if "Cosmos2" in index else {}
+    pipeline = DiffusionPipeline.from_pretrained(folder, **more | ({"text_processor": None} if "LongCat" in index else {}))
+    if "HiDream" in index:
+        pipeline.default_sample_size = (size[0] * size[1]) ** 0.5 / pipeline.vae_scale_factor + 1e-6
+    return masked(pipeline)
 
 
 def masked(pipeline):

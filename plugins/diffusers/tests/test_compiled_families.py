@@ -19,6 +19,7 @@ FAMILIES = (
         "flux2",
         "ideogram",
         "krea2",
+        "longcat_image",
         "lumina2",
         "ovis_image",
         "pixart",

@@ -18,8 +18,10 @@ from smalti_diffusers.families.cosmos import Cosmos
 from smalti_diffusers.families.ernie import Ernie
 from smalti_diffusers.families.flux import Flux
 from smalti_diffusers.families.flux2 import Flux2
+from smalti_diffusers.families.hidream import HiDream
 from smalti_diffusers.families.ideogram import Ideogram
 from smalti_diffusers.families.krea2 import Krea2
+from smalti_diffusers.families.longcat_image import LongCatImage
 from smalti_diffusers.families.lumina2 import Lumina2
 from smalti_diffusers.families.ovis_image import OvisImage
 from smalti_diffusers.families.pixart import PixArt
@@ -50,8 +52,10 @@ MODELS = {
     "sana 1600m": (Sana, "1600m-1024"),
     "sana 600m": (Sana, "600m-1024"),
     "auraflow 0.1": (AuraFlow, "0.1"),
+    "hidream": (HiDream, "full"),
     "ideogram": (Ideogram, "v4"),
     "krea2": (Krea2, "raw"),
+    "longcat image": (LongCatImage, "final"),
     "lumina2": (Lumina2, "2.0"),
     "ovis image": (OvisImage, "7b"),
     "qwen image": (QwenImage, "image"),
@@ -72,8 +76,10 @@ KEPT = (
     "pixart sigma",
     "sana 600m",
     "auraflow 0.1",
+    "hidream",
     "ideogram",
     "krea2",
+    "longcat image",
     "lumina2",
     "ovis image",
     "qwen image",
@@ -96,8 +102,10 @@ PARAMETERS = {
     "sana 1600m": 1_604_462_752,
     "sana 600m": 591_747_872,
     "auraflow 0.1": 6_842_876_928,
+    "hidream": 17_105_733_184,
     "ideogram": 9_279_288_448,
     "krea2": 12_820_073_036,
+    "longcat image": 6_270_668_864,
     "lumina2": 2_609_769_152,
     "ovis image": 7_370_449_728,
     "qwen image": 20_430_401_088,
@@ -110,6 +118,7 @@ PARAMETERS = {
     "sdxl": 2_567_463_684,
 }
 FEW = {"num_layers": 2, "num_single_layers": 3, "num_mmdit_layers": 1, "num_single_dit_layers": 3, "n_layers": 2}
+FEW |= {"llama_layers": [0, 1, 2, 31, 31]}
 """Layers, where every one costs what the others do: all of them take a second or two to count."""
 
 

@@ -9,10 +9,10 @@ from inspect import signature
 import pytest
 import torch
 from compared import compares
-from diffusers import DiffusionPipeline, Krea2Transformer2DModel
+from diffusers import Krea2Transformer2DModel
 from diffusers.pipelines.flux.pipeline_flux import calculate_shift
 from diffusers.pipelines.ideogram4.pipeline_ideogram4 import _logit_normal_sigmas, _resolution_aware_mu
-from kinds import EMPTY, GIVEN, GUIDANCE, MAKERS, PROMPTS, SIZE, TOLD, masked
+from kinds import EMPTY, GIVEN, GUIDANCE, MAKERS, PROMPTS, SIZE, TOLD, opened
 
 from smalti import UserError
 from smalti.config.resolution import resolve
@@ -46,6 +46,7 @@ CALLS = {
     "ideogram": [PROMPTS],
     "krea2": [PROMPTS, EMPTY],
     "krea2 turbo": [PROMPTS, EMPTY],
+    "longcat image": [PROMPTS, EMPTY],
     "lumina2": [PROMPTS, EMPTY],
     "ovis image": [PROMPTS, EMPTY],
     "qwen image": [PROMPTS, EMPTY],
@@ -71,7 +72,7 @@ VARIANTS = ("flux schnell", "flux2 klein distilled", "krea2 turbo", "sd3.5")
 def drawn(request, family_of):
     """A family, its model, and what its pipeline calls that model with while it draws two pictures in two steps."""
     family = family_of(request.param, f"--flux_guidance_value={GUIDANCE}")
-    pipeline = masked(DiffusionPipeline.from_pretrained(family.components.folder))
+    pipeline = opened(family.components.folder)
     pipeline.set_progress_bar_config(disable=True)
     calls = []
     model = pipeline.components[family.part]
@@ -193,7 +194,7 @@ def test_the_model_is_called_with_what_the_pipeline_calls_it_with(drawn):
 
 def test_in_the_middle_it_is_told_the_same_time(drawn):
     for ours, theirs in zip(drawn.ours(1), drawn.theirs(1), strict=True):
-        time = "timestep" if "timestep" in theirs else "t"
+        (time,) = theirs.keys() & {"timestep", "timesteps", "t"}
         torch.testing.assert_close(ours[time], theirs[time], check_dtype=False)
 
 
@@ -257,7 +258,7 @@ def test_an_image_counts_as_many_tokens_as_the_blocks_are_given(drawn):
 
     def note(module, arguments, keywords):
         states = signature(type(module).forward).bind(module, *arguments, **keywords).arguments
-        given = states.get("hidden_states", states.get("x", states.get("input")))
+        given = states.get("hidden_states", states.get("x", states.get("input", states.get("latent"))))
         lengths.append(given.shape[1] if given.ndim == 3 else given.shape[2:].numel())
 
     hook = block.register_forward_pre_hook(note, with_kwargs=True)
@@ -438,9 +439,11 @@ TestStableDiffusion3 = contract("sd3.5")
 TestPixArt = contract("pixart alpha")
 TestSana = contract("sana")
 TestAuraFlow = contract("auraflow")
+TestHiDream = contract("hidream small")
 TestIdeogram = contract("ideogram", 64)
 TestKrea2 = contract("krea2")
 TestLumina2 = contract("lumina2", 240)  # which the instruction is a part of
+TestLongCatImage = contract("longcat image")
 TestOvisImage = contract("ovis image")
 TestQwenImage = contract("qwen image")
 TestZImage = contract("z image")

@@ -46,8 +46,8 @@ LEFT_OUT = {
     ),
     "nobody has written its family yet": (
         *("Bria(Fibo|Fibo2)?", "CogView3Plus", "CogView4"),
-        *("DreamLite(Mobile)?", "Flux3Modular", "GlmImage", "HiDreamImage", "HunyuanDiT", "HunyuanImage"),
-        *("Kandinsky5T2I", "Kolors", "LongCatImage", "Lumina", "NucleusMoEImage", "OmniGen"),
+        *("DreamLite(Mobile)?", "Flux3Modular", "GlmImage", "HunyuanDiT", "HunyuanImage"),
+        *("Kandinsky5T2I", "Kolors", "Lumina", "NucleusMoEImage", "OmniGen"),
         *("PRX(Pixel)?", "QwenImage21"),
     ),
 }

@@ -9,7 +9,7 @@ from smalti import UserError
 from smalti_diffusers.sampling import scheduler_in_place
 from support.whole import some
 
-SIGMAS = ["anima", "ideogram", "krea2", "lumina2", "qwen image", "z image"]
+SIGMAS = ["anima", "ideogram", "krea2", "longcat image", "lumina2", "qwen image", "z image"]
 """Kinds whose pipelines compute the noise levels themselves."""
 SOLVERS = [
     *(
@@ -17,7 +17,7 @@ SOLVERS = [
         for kind in ("flux", "flux2 klein", "sd3", "sana", "auraflow", "ovis image")
         for name in ("euler", "unipc", "dpm++")
     ),
-    *((kind, name) for kind in SIGMAS for name in ("euler", "unipc")),
+    *((kind, name) for kind in (*SIGMAS, "hidream") for name in ("euler", "unipc")),
     *((kind, name) for kind in ("sdxl", "pixart sigma") for name in ("ddim", "euler", "heun", "unipc", "dpm++")),
 ]
 KEPT = [

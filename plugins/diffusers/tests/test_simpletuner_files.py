@@ -80,6 +80,8 @@ FAMILIES = {
     "auraflow": (tiny.auraflow, {**OF_OTHERS, "model_flavour": "v0.3", "flow_schedule_shift": 1.73}),
     "flux": (tiny.flux, {**OF_SOME, "flux_lora_target": "all"}),
     "flux2": (tiny.flux2, OF_SOME),
+    "hidream": (tiny.hidream, {**OF_SOME, "model_flavour": "full", "hidream_use_load_balancing_loss": True}),
+    "longcat_image": (tiny.longcat_image, {**OF_SOME, "model_flavour": "final"}),
     "lumina2": (tiny.lumina2, {**OF_SOME, "flow_schedule_auto_shift": True, "flow_schedule_shift": 0.0}),
     "pixart_sigma": (tiny.pixart, OF_SOME),
     "qwen_image": (tiny.qwen_image, {**OF_OTHERS, "model_flavour": "v1.0", "base_model_precision": "int2-quanto"}),

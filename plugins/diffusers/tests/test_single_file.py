@@ -39,6 +39,7 @@ MAKERS = {
     "sd3": ("sd3", tiny.sd3, {}),
     "sd3.5": ("sd3", tiny.sd3, {"newer": True}),
     "auraflow": ("auraflow", tiny.auraflow, {}),
+    "hidream": ("hidream", tiny.hidream, {}),
     "krea2": ("krea2", tiny.krea2, {}),
     "lumina2": ("lumina2", tiny.lumina2, {"heads": 3}),
     "qwen image": ("qwen_image", tiny.qwen_image, {}),

@@ -38,6 +38,7 @@ KNOWN = {
         "first_stage_model.decoder.conv_in.bias",
     ),
     "auraflow": ("double_layers.0.attn.w2q.weight", "cond_seq_linear.weight"),
+    "hidream": ("double_stream_blocks.0.block.adaLN_modulation.1.bias", "caption_projection.0.linear.weight"),
     "krea2": ("txtfusion.projector.weight", "blocks.0.mod.lin"),
     "lumina2": ("cap_embedder.0.weight", "layers.0.attention.qkv.weight"),
     "qwen_image": ("transformer_blocks.0.attn.add_q_proj.weight", "img_in.weight"),

@@ -15,22 +15,31 @@ from diffusers import (
     ErnieImagePipeline,
     ErnieImageTransformer2DModel,
     FlowMatchEulerDiscreteScheduler,
+    FlowMatchLCMScheduler,
+    HiDreamImagePipeline,
+    HiDreamImageTransformer2DModel,
     Ideogram4Pipeline,
     Ideogram4Transformer2DModel,
     Krea2Pipeline,
     Krea2Transformer2DModel,
+    LongCatImagePipeline,
+    LongCatImageTransformer2DModel,
     OvisImagePipeline,
     OvisImageTransformer2DModel,
     QwenImagePipeline,
     QwenImageTransformer2DModel,
+    UniPCMultistepScheduler,
     ZImagePipeline,
     ZImageTransformer2DModel,
 )
 from tiny_parts import (
     chat_tokenizer,
+    clip_config,
+    clip_tokenizer,
     fill_zeros,
     gemma_tokenizer,
     patch_vae,
+    qwen2_vl,
     qwen3,
     qwen3_vl,
     qwen_tokenizer,
@@ -40,10 +49,12 @@ from tiny_parts import (
     video_vae,
 )
 from transformers import (
+    CLIPTextModelWithProjection,
+    LlamaConfig,
+    LlamaForCausalLM,
     Mistral3Config,
     Mistral3Model,
-    Qwen2_5_VLConfig,
-    Qwen2_5_VLForConditionalGeneration,
+    PreTrainedTokenizerFast,
 )
 
 
@@ -129,14 +140,34 @@ def ovis_image(folder: Path) -> Path:
     return folder
 
 
+def longcat_image(folder: Path) -> Path:
+    """LongCat-Image, whose pipeline takes sixteen channels for granted; without the part that rewrites prompts."""
+    torch.manual_seed(0)
+    tokenizer = qwen_tokenizer()
+    transformer = LongCatImageTransformer2DModel(
+        in_channels=64,
+        num_layers=2,
+        num_single_layers=2,
+        attention_head_dim=16,
+        num_attention_heads=2,
+        joint_attention_dim=32,
+        axes_dims_rope=(4, 6, 6),
+    )
+    LongCatImagePipeline(
+        scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0, use_dynamic_shifting=True),
+        vae=vae(16, shift_factor=0.1, scaling_factor=0.4, use_quant_conv=False, use_post_quant_conv=False),
+        text_encoder=qwen2_vl(len(tokenizer)),
+        tokenizer=tokenizer,
+        text_processor=None,
+        transformer=transformer,
+    ).save_pretrained(folder)
+    return folder
+
+
 def qwen_image(folder: Path) -> Path:
     """Qwen-Image, whose autoencoder is one for video."""
     torch.manual_seed(0)
     tokenizer = qwen_tokenizer()
-    text = {"vocab_size": len(tokenizer), "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}
-    heads["rope_parameters"]["mrope_section"] = [2, 3, 3]
-    vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 1, "out_hidden_size": 32}
     transformer = QwenImageTransformer2DModel(
         in_channels=16,
         out_channels=4,
@@ -149,8 +180,45 @@ def qwen_image(folder: Path) -> Path:
     QwenImagePipeline(
         scheduler=FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True, shift_terminal=0.02),
         vae=video_vae(),
-        text_encoder=Qwen2_5_VLForConditionalGeneration(Qwen2_5_VLConfig(text_config=text | heads, vision_config=vision)),
+        text_encoder=qwen2_vl(len(tokenizer)),
         tokenizer=tokenizer,
+        transformer=transformer,
+    ).save_pretrained(folder)
+    return folder
+
+
+def hidream(folder: Path, *, distilled: bool = False, layers: tuple[int, int] = (0, 1), edge: int = 24) -> Path:
+    """HiDream-I1, full or distilled, whose blocks take these layers of Llama; made for a square of `edge` latent pixels."""
+    torch.manual_seed(0)
+    words = t5_tokenizer()
+    words.model_max_length = 512
+    llama = PreTrainedTokenizerFast(tokenizer_object=t5_tokenizer().backend_tokenizer, eos_token="</s>", model_max_length=512)
+    sizes = {"vocab_size": 100, "hidden_size": 24, "intermediate_size": 32, "num_hidden_layers": max(layers) + 1}
+    transformer = HiDreamImageTransformer2DModel(
+        patch_size=2,
+        in_channels=4,
+        num_layers=1,
+        num_single_layers=1,
+        attention_head_dim=16,
+        num_attention_heads=2,
+        caption_channels=[32, 24],
+        text_emb_dim=32 + 48,
+        axes_dims_rope=(8, 4, 4),
+        max_resolution=(edge, edge),
+        llama_layers=list(layers),
+    )
+    flow = {"use_flow_sigmas": True, "prediction_type": "flow_prediction", "flow_shift": 3.0}
+    HiDreamImagePipeline(
+        scheduler=FlowMatchLCMScheduler(shift=6.0) if distilled else UniPCMultistepScheduler(**flow),
+        vae=vae(4, shift_factor=0.1, scaling_factor=0.4, use_quant_conv=False, use_post_quant_conv=False),
+        text_encoder=CLIPTextModelWithProjection(clip_config(positions=218)),
+        tokenizer=clip_tokenizer(),
+        text_encoder_2=CLIPTextModelWithProjection(clip_config(48, positions=218)),
+        tokenizer_2=clip_tokenizer(),
+        text_encoder_3=t5_encoder(),
+        tokenizer_3=words,
+        text_encoder_4=LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=2, num_key_value_heads=1)),
+        tokenizer_4=llama,
         transformer=transformer,
     ).save_pretrained(folder)
     return folder

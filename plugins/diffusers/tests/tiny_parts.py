@@ -12,6 +12,8 @@ from transformers import (
     CLIPTokenizer,
     Gemma2Config,
     GemmaTokenizer,
+    Qwen2_5_VLConfig,
+    Qwen2_5_VLForConditionalGeneration,
     Qwen2Tokenizer,
     Qwen3Config,
     Qwen3Model,
@@ -72,14 +74,14 @@ def chat_tokenizer() -> Qwen2Tokenizer:
     return tokenizer
 
 
-def clip_config(width: int = 32) -> CLIPTextConfig:
+def clip_config(width: int = 32, positions: int = 77) -> CLIPTextConfig:
     return CLIPTextConfig(
         vocab_size=2 * len(LETTERS) + 2,
         hidden_size=width,
         intermediate_size=2 * width,
         num_hidden_layers=2,
         num_attention_heads=2,
-        max_position_embeddings=77,
+        max_position_embeddings=positions,
         projection_dim=width,
         bos_token_id=2 * len(LETTERS),
         eos_token_id=2 * len(LETTERS) + 1,
@@ -141,6 +143,14 @@ def video_vae(kind: type = AutoencoderKLQwenImage) -> AutoencoderKLQwenImage:
         latents_mean=[0.1, -0.2, 0.3, 0.0],
         latents_std=[1.5, 0.5, 2.0, 1.0],
     )
+
+
+def qwen2_vl(words: int) -> Qwen2_5_VLForConditionalGeneration:
+    text = {"vocab_size": words, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}
+    heads["rope_parameters"]["mrope_section"] = [2, 3, 3]
+    vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 1, "out_hidden_size": 32}
+    return Qwen2_5_VLForConditionalGeneration(Qwen2_5_VLConfig(text_config=text | heads, vision_config=vision))
 
 
 def qwen3_vl(words: int, layers: int = 3, width: int = 32) -> Qwen3VLModel:

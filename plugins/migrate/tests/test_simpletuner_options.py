@@ -355,6 +355,7 @@ def test_a_value_that_is_the_default_here_overrides_a_default_of_simpletuner_for
         ("qwen_image", "v1.0", {"model_flavour": "image"}),
         ("z_image", "base", {"model_flavour": "base"}),
         ("flux", "dev", {"model_flavour": "dev"}),
+        ("longcat_image", "final", {"model_flavour": "final"}),
         ("pixart_sigma", "600M-1024", {"model_flavour": "sigma-1024", "model_family": "pixart"}),
         ("sana", "sana1.5-1.6b-1024", {"pretrained_model_name_or_path": "Efficient-Large-Model/SANA1.5_1.6B_1024px_diffusers"}),
     ],
@@ -364,7 +365,9 @@ def test_names_of_models_are_those_of_this_trainer(from_file, family, flavour, e
     assert {"model_family": family, **expected} == changes
 
 
-@pytest.mark.parametrize(("family", "flavour"), [("flux", "kontext"), ("qwen_image", "edit-v1"), ("sdxl", "refiner-1.0")])
+@pytest.mark.parametrize(
+    ("family", "flavour"), [("flux", "kontext"), ("longcat_image", "edit"), ("qwen_image", "edit-v1"), ("sdxl", "refiner-1.0")]
+)
 def test_models_that_are_trained_in_another_way_are_refused_by_name(from_file, family, flavour):
     told = problems(from_file, {"model_family": family, "model_flavour": flavour})
     assert f'model_flavour = "{flavour}"' in told

@@ -23,8 +23,14 @@ FLAVOURS: Mapping[str, Mapping[str, str]] = {
         "klein-9b": "black-forest-labs/FLUX.2-klein-9B",
         "dev": "black-forest-labs/FLUX.2-dev",
     },
+    "hidream": {
+        "full": "HiDream-ai/HiDream-I1-Full",
+        "dev": "HiDream-ai/HiDream-I1-Dev",
+        "fast": "HiDream-ai/HiDream-I1-Fast",
+    },
     "ideogram": {"v4": "ideogram-ai/ideogram-v4", "v4-bf16": "CalamitousFelicitousness/Ideogram-4-bf16-Diffusers"},
     "krea2": {"raw": "krea/Krea-2-Raw", "turbo": "krea/Krea-2-Turbo"},
+    "longcat_image": {"final": "meituan-longcat/LongCat-Image", "dev": "meituan-longcat/LongCat-Image-Dev"},
     "lumina2": {"2.0": "Alpha-VLLM/Lumina-Image-2.0"},
     "ovis_image": {"7b": "AIDC-AI/Ovis-Image-7B"},
     "pixart": {

@@ -157,8 +157,8 @@ def adapted_layers(model: nn.Module, targets: Sequence[str], option: str = "lora
     """The names of the modules that `targets` select, each once.
 
     A target of letters, digits, `_`, `-` and `.` is the end of their names, from a dot on. The class of a module, such as
-    `Attention`, selects every layer in modules of this class. Any other target is a regular expression of the end of names. The
-    latter two select the layers that an adapter fits: linear ones, and convolutions without groups.
+    `Attention`, selects every layer in modules of this class; that of the model, all. Any other target is a regular expression
+    of the end of names. The latter two select the layers that an adapter fits: linear ones, and convolutions without groups.
     Raises UserError if a target selects none.
     """
     modules = dict(model.named_modules())
@@ -169,7 +169,7 @@ def adapted_layers(model: nn.Module, targets: Sequence[str], option: str = "lora
         plain = re.fullmatch(r"[\w.-]+", target) is not None
         names = [name for name in modules if name == target or (plain and name.endswith(f".{target}"))]
         if not names and target in classes:
-            owners = [f"{name}." for name, module in modules.items() if type(module).__name__ == target]
+            owners = [name and f"{name}." for name, module in modules.items() if type(module).__name__ == target]
             names = [name for name, module in modules.items() if name.startswith(tuple(owners)) and fits(module)]
         if not plain:
             end = _expression(target, option)

@@ -24,7 +24,7 @@ KNOWN = {
     "z_image": "ostris/zimage_turbo_training_adapter/zimage_turbo_training_adapter_v2.safetensors",
 }
 """Published assistants by family, on the Hugging Face Hub."""
-_DISTILLED = re.compile(r"(?<!de)(?<!de[-_])(turbo|schnell|lightning|hyper|lcm)", re.IGNORECASE)
+_DISTILLED = re.compile(r"(?<!de)(?<!de[-_])(turbo|schnell|lightning|hyper|lcm|hidream-i1-(dev|fast))", re.IGNORECASE)
 
 
 def attach_assistant(model: nn.Module, file: AdapterFile) -> None:

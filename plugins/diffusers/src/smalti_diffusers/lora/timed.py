@@ -87,4 +87,4 @@ def noise_level(family: PipelineFamily) -> Callable[[Tensor], Tensor]:
 
 def _timestep(inputs: Mapping[str, Any]) -> Tensor:
     """As diffusers' models name it."""
-    return torch.as_tensor(inputs["timestep"] if "timestep" in inputs else inputs["t"])
+    return torch.as_tensor(next(inputs[name] for name in ("timestep", "timesteps", "t") if name in inputs))

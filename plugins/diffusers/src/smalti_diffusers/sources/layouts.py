@@ -358,6 +358,7 @@ LAYOUTS: Mapping[str, Callable[[Config], Table]] = {
     "CosmosTransformer3DModel": lambda config: _COSMOS,
     "Flux2Transformer2DModel": lambda config: _FLUX2,
     "FluxTransformer2DModel": lambda config: _FLUX,
+    "HiDreamImageTransformer2DModel": lambda config: {},
     "Ideogram4Transformer2DModel": lambda config: _IDEOGRAM,
     "Krea2Transformer2DModel": lambda config: _KREA2,
     "Lumina2Transformer2DModel": lambda config: _LUMINA2,

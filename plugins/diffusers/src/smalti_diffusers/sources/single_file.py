@@ -60,6 +60,7 @@ FILE_LAYOUTS: Mapping[str, FileLayout] = {
     "ernie": FileLayout(),
     "flux": FileLayout(),
     "flux2": FileLayout(),
+    "hidream": FileLayout(),
     "krea2": FileLayout(),
     "lumina2": FileLayout(),
     "qwen_image": FileLayout(),

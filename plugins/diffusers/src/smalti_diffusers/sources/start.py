@@ -50,6 +50,7 @@ _FAMILIES = {
     "chroma": "chroma",
     "cosmos-2.0-t2i-2B": "cosmos",
     "cosmos-2.0-t2i-14B": "cosmos",
+    "hidream": "hidream",
     "krea2": "krea2",
     "lumina2": "lumina2",
     "sana": "sana",

@@ -46,6 +46,7 @@ FLAVOURS: Mapping[str, Mapping[str, tuple[str, str]]] = {
 OTHER_TASKS: Mapping[str, Mapping[str, str]] = {
     "anima": dict.fromkeys(("preview", "preview-2", "preview-3"), "a preview of Anima, in another layout than base-1.0,"),
     "flux": {"kontext": "image editing"},
+    "longcat_image": {"edit": "image editing"},
     "qwen_image": dict.fromkeys(("edit-v1", "edit-v2", "edit-v2+", "edit-v3"), "image editing"),
     "sdxl": dict.fromkeys(("refiner-1.0", "refiner-0.9"), "the SDXL refiner"),
     "pixart": dict.fromkeys(("900m-1024-v0.7-stage1", "900m-1024-v0.7-stage2"), "a model in two stages"),
@@ -93,6 +94,7 @@ FLUX_LORA_TARGETS: Mapping[str, tuple[str, ...]] = {
 LORA_TARGETS: Mapping[str, tuple[str, ...]] = {
     "": _ATTENTION,
     "flux": FLUX_LORA_TARGETS["all"],
+    "hidream": ("to_k", "to_q", "to_v"),  # there is no to_out.0 among its layers, which peft passes over
     "flux2": ("attn.to_q", "attn.to_k", "attn.to_v", "attn.to_out.0", "attn.to_qkv_mlp_proj"),
 }
 """Layers that are adapted by default, by family; "" is for all others."""

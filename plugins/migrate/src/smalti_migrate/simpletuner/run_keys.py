@@ -129,7 +129,7 @@ PREFIXES: Mapping[str, Rule] = {
     "acestep_": ignored("it is for audio"),
     "cosmos_": ignored("it is for another model of Cosmos"),
     "cosmos3_": ignored("the model family is not supported"),
-    "hidream_": ignored("the model family is not supported"),
+    "hidream_": ignored("no loss balances the experts of HiDream-I1"),
     "ideogram_": ignored("options of Ideogram are not supported"),
     "kandinsky_": ignored("the model family is not supported"),
     "ltx_": ignored(_VIDEO),

@@ -36,11 +36,19 @@ _LORA_SOURCES = {
 """Published configurations of a LoRA of the same family, one image in a step: all have the rate 1e-4 and the rank 16."""
 _LORA_RATES = {"sdxl": f"{_DREAMBOOTH}/README_sdxl.md"}
 """Published configurations with this rate and another rank or none."""
-_LORA_OTHERS = {"krea2": (3e-4, 32, f"{_DREAMBOOTH}/README_krea2.md")}
+_LONGCAT = "https://github.com/meituan-longcat/LongCat-Image/blob/main/train_examples"
+_LORA_OTHERS = {
+    "hidream": (2e-4, 8, f"{_DREAMBOOTH}/README_hidream.md"),
+    "krea2": (3e-4, 32, f"{_DREAMBOOTH}/README_krea2.md"),
+    "longcat_image": (1e-4, 32, f"{_LONGCAT}/lora/train_config.yaml"),
+}
 """Published configurations with another rate and rank."""
 _NOISE_LEVELS = {"ideogram": (1.5, f"{_DREAMBOOTH}/train_dreambooth_lora_ideogram4.py, as the pipeline's own schedule")}
 """Deviations of the normal distribution behind the noise levels, where a published configuration has another than 1."""
-_FULL_RATES = {"sdxl": (3e-6, "OneTrainer's preset for SDXL in full")}
+_FULL_RATES = {
+    "longcat_image": (1e-5, f"{_LONGCAT}/sft/train_config.yaml"),
+    "sdxl": (3e-6, "OneTrainer's preset for SDXL in full"),
+}
 _FULL_RATE = (1e-5, "OneTrainer's presets for Qwen-Image in full; ai-toolkit has 3e-5 with Adafactor")
 _BYTES_OF_STATE = 12
 """Of a checkpoint, for each parameter that trains: weight and two moments of AdamW in fp32."""
