@@ -1,7 +1,12 @@
 """The kinds of pipelines that are tried, and how each is called otherwise than by its defaults."""
 
+import json
+
 import tiny
+import torch
 from diffusers import DiffusionPipeline
+from tiny_parts import vision_processor
+from transformers import AutoTokenizer
 
 from smalti_diffusers.families.tokens import FLAT, pack
 
@@ -25,6 +30,8 @@ MAKERS = {
     "lumina2": ("lumina2", tiny.lumina2, {}),
     "ovis image": ("ovis_image", tiny.ovis_image, {}),
     "qwen image": ("qwen_image", tiny.qwen_image, {}),
+    "qwen image 2.1": ("qwen_image21", tiny.qwen_image21, {}),
+    "qwen image 2.1 sigmas": ("qwen_image21", tiny.qwen_image21, {"sigmas": [1.0, 0.6]}),
     "z image": ("z_image", tiny.z_image, {}),
 }
 # Whose model is no transformer too, modular pipelines, and one that counts noise otherwise.
@@ -44,6 +51,7 @@ SIZE = (96, 64)
 GUIDANCE = 3.5
 # What pipelines take as latents, where that is not what smalti calls so.
 GIVEN = {"flux": pack, "chroma": pack, "ideogram": FLAT.pack, "krea2": pack, "ovis_image": pack, "qwen_image": pack}
+GIVEN["qwen_image21"] = FLAT.pack
 # What a run says to the pipeline where the pipeline's own default would be another one.
 TOLD = {
     "flux schnell": {"max_sequence_length": 256},
@@ -54,15 +62,39 @@ TOLD = {
     "krea2": {"guidance_scale": GUIDANCE - 1},
     "krea2 turbo": {"guidance_scale": GUIDANCE - 1},
     "qwen image": {"true_cfg_scale": GUIDANCE, "negative_prompt": [" "] * len(PROMPTS)},
+    "qwen image 2.1": {"true_cfg_scale": GUIDANCE, "negative_prompt": EMPTY},
+    "qwen image 2.1 sigmas": {"true_cfg_scale": GUIDANCE, "negative_prompt": EMPTY},
     "z image": {"guidance_scale": GUIDANCE - 1},
     "cosmos": {"negative_prompt": EMPTY},
 }
 
 
 def opened(folder):
-    """The pipeline in a folder; that of Cosmos without its guardrail."""
-    more = {"safety_checker": tiny.NoGuardrail()} if "Cosmos2" in (folder / "model_index.json").read_text() else {}
+    """The pipeline in a folder; that of Cosmos without its guardrail, that of Qwen-Image 2.1 without a processor of videos."""
+    kind, more = json.loads((folder / "model_index.json").read_text())["_class_name"], {}
+    if kind == "Cosmos2TextToImagePipeline":
+        more = {"safety_checker": tiny.NoGuardrail()}
+    elif kind == "QwenImage21Pipeline":
+        more = {"processor": vision_processor(AutoTokenizer.from_pretrained(folder / "processor"))}
     return masked(DiffusionPipeline.from_pretrained(folder, **more))
+
+
+def call(pipeline, *, together=False, **given):
+    """Images by the pipeline. That of Qwen-Image 2.1 has no `guidance_scale`, and its images are laid over white.
+
+    It is called for each prompt, unless it is to be called for all `together`: where an image is depends on the longest of them.
+    """
+    if type(pipeline).__name__ != "QwenImage21Pipeline":
+        return pipeline(**given).images
+    given.pop("guidance_scale", None)
+    if not together:
+        names = [name for name in ("prompt", "negative_prompt", "latents", "generator") if name in given]
+        rows = [{name: given[name][row : row + 1] for name in names} for row in range(len(given["prompt"]))]
+        return torch.cat([call(pipeline, together=True, **{**given, **row}) for row in rows])
+    images = pipeline(**given).images
+    if given["output_type"] == "latent":
+        return images
+    return torch.lerp(torch.ones(3, 1, 1), images[:, :3], images[:, 3:])
 
 
 def masked(pipeline):

@@ -41,6 +41,7 @@ from tiny_newer import (
     krea2 as krea2,
     ovis_image as ovis_image,
     qwen_image as qwen_image,
+    qwen_image21 as qwen_image21,
     z_image as z_image,
 )
 from tiny_parts import (

@@ -21,12 +21,15 @@ from diffusers import (
     Krea2Transformer2DModel,
     OvisImagePipeline,
     OvisImageTransformer2DModel,
+    QwenImage21Pipeline,
+    QwenImage21Transformer2DModel,
     QwenImagePipeline,
     QwenImageTransformer2DModel,
     ZImagePipeline,
     ZImageTransformer2DModel,
 )
 from tiny_parts import (
+    alpha_vae,
     chat_tokenizer,
     fill_zeros,
     gemma_tokenizer,
@@ -38,12 +41,14 @@ from tiny_parts import (
     t5_tokenizer,
     vae,
     video_vae,
+    vision_processor,
 )
 from transformers import (
     Mistral3Config,
     Mistral3Model,
     Qwen2_5_VLConfig,
     Qwen2_5_VLForConditionalGeneration,
+    Qwen3VLForConditionalGeneration,
 )
 
 
@@ -152,6 +157,32 @@ def qwen_image(folder: Path) -> Path:
         text_encoder=Qwen2_5_VLForConditionalGeneration(Qwen2_5_VLConfig(text_config=text | heads, vision_config=vision)),
         tokenizer=tokenizer,
         transformer=transformer,
+    ).save_pretrained(folder)
+    return folder
+
+
+def qwen_image21(folder: Path, *, sigmas: list[float] | None = None) -> Path:
+    """Qwen-Image 2.1; `sigmas` are noise levels that the pipeline says itself."""
+    torch.manual_seed(0)
+    tokenizer = chat_tokenizer()
+    tokenizer.add_tokens(["<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>"], special_tokens=True)
+    transformer = QwenImage21Transformer2DModel(
+        in_channels=4,
+        out_channels=4,
+        num_layers=2,
+        attention_head_dim=16,
+        num_attention_heads=2,
+        context_in_dim=32,
+        axes_dims_rope=(4, 6, 6),
+    )
+    fill_zeros(transformer)
+    QwenImage21Pipeline(
+        scheduler=FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True, max_shift=0.9, shift_terminal=0.02),
+        vae=alpha_vae(),
+        text_encoder=qwen3_vl(len(tokenizer), kind=Qwen3VLForConditionalGeneration),
+        processor=vision_processor(tokenizer),
+        transformer=transformer,
+        sample_sigmas=sigmas,
     ).save_pretrained(folder)
     return folder
 

@@ -362,6 +362,7 @@ LAYOUTS: Mapping[str, Callable[[Config], Table]] = {
     "Krea2Transformer2DModel": lambda config: _KREA2,
     "Lumina2Transformer2DModel": lambda config: _LUMINA2,
     "QwenImageTransformer2DModel": lambda config: {},
+    "QwenImage21Transformer2DModel": lambda config: {},
     "SD3Transformer2DModel": _sd3,
     "UNet2DConditionModel": _unet,
     "ZImageTransformer2DModel": lambda config: _Z_IMAGE,

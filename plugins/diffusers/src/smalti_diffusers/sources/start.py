@@ -51,6 +51,7 @@ _FAMILIES = {
     "cosmos-2.0-t2i-2B": "cosmos",
     "cosmos-2.0-t2i-14B": "cosmos",
     "krea2": "krea2",
+    "qwen-image-2.1": "qwen_image21",
     "lumina2": "lumina2",
     "sana": "sana",
     "z-image-turbo": "z_image",
