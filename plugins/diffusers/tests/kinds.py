@@ -82,7 +82,7 @@ def opened(folder):
 def call(pipeline, *, together=False, **given):
     """Images by the pipeline. That of Qwen-Image 2.1 has no `guidance_scale`, and its images are laid over white.
 
-    It is called for each prompt, unless it is to be called for all `together`: where an image is depends on the longest of them.
+    It is called for each prompt, if not for all `together`: where an image is depends on the longest of them.
     """
     if type(pipeline).__name__ != "QwenImage21Pipeline":
         return pipeline(**given).images

@@ -23,10 +23,11 @@ FAMILIES = (
         "ovis_image",
         "pixart",
         "qwen_image",
+        "qwen_image21",
     ),
     *("sana", "sd3", "sdxl", "z_image"),
 )
-WHOLE = ("anima", "chroma", "ernie", "ideogram", "krea2", "lumina2", "sana", "sdxl", "z_image")
+WHOLE = ("anima", "chroma", "ernie", "ideogram", "krea2", "lumina2", "qwen_image21", "sana", "sdxl", "z_image")
 """Their tokens cannot be split."""
 MOST = {"sdxl": 9}
 """Graphs for one size of images; of others 4. Residual blocks of this U-Net have seven pairs of widths: a graph each."""

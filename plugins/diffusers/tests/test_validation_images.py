@@ -18,7 +18,7 @@ NEGATIVE = ("ugly, blurred", "")
 SIZE = (64, 128)
 GUIDANCE = 50.0  # so that what is guided away from shows in images of tiny models
 SCALES = {
-    **dict.fromkeys(("qwen image", "qwen image 2.1", "qwen image 2.1 sigmas"), {"true_cfg_scale": GUIDANCE}),
+    **{kind: {"true_cfg_scale": GUIDANCE} for kind in ("qwen image", "qwen image 2.1", "qwen image 2.1 sigmas")},
     **{kind: {"guidance_scale": GUIDANCE - 1} for kind in ("z image", "cosmos")},
 }
 GUIDED = [kind for kind in EVERY if kind not in ("flux", "flux schnell", "flux2 klein distilled", "flux2 dev", *MODULAR)]

@@ -165,7 +165,8 @@ def qwen_image21(folder: Path, *, sigmas: list[float] | None = None) -> Path:
     """Qwen-Image 2.1; `sigmas` are noise levels that the pipeline says itself."""
     torch.manual_seed(0)
     tokenizer = chat_tokenizer()
-    tokenizer.add_tokens(["<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>"], special_tokens=True)
+    tokens = ["<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>", "assistant"]
+    tokenizer.add_tokens(tokens, special_tokens=True)
     transformer = QwenImage21Transformer2DModel(
         in_channels=4,
         out_channels=4,
