@@ -108,7 +108,7 @@ def _channels(values: tuple[float, ...], device: torch.device) -> Tensor:
 
 
 class AlphaAutoencoder(VideoAutoencoder):
-    """Images have a fourth channel, from -1, transparent, to 1, opaque: photos are opaque, and what is decoded is over white."""
+    """Images have a fourth channel, from -1, transparent, to 1, opaque as photos are. What is decoded is laid over white."""
 
     def encode(self, pixels: Tensor) -> Tensor:
         return super().encode(torch.cat([pixels, torch.ones_like(pixels[:, :1])], dim=1))

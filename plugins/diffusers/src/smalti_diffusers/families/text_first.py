@@ -10,7 +10,7 @@ Shapes: B batch, L text tokens, N image tokens, H heads, P pairs of numbers of a
 from __future__ import annotations
 
 from collections.abc import Sequence
-from types import MethodType, SimpleNamespace
+from types import MethodType
 from typing import Any, cast
 
 import torch
@@ -29,19 +29,26 @@ class _Positioned(QwenImage21AttnProcessor):  # type: ignore[misc]
     """Attention with positions for each sample: `rotary_emb` is (B, L + N, 1, P)."""
 
     def __call__(self, attn: Any, hidden_states: Tensor, *, rotary_emb: Tensor, **given: object) -> object:
-        layers = {name: getattr(attn, name) for name in ("to_q", "to_k", "to_v", "to_out", "heads", "inner_dim")}
-        norms = {name: _rotating(getattr(attn, name), rotary_emb) for name in ("norm_q", "norm_k")}
-        return super().__call__(SimpleNamespace(**layers, **norms), hidden_states, **given)
+        return super().__call__(_Rotating(attn, rotary_emb), hidden_states, **given)
 
 
-def _rotating(norm: nn.Module, angles: Tensor) -> object:
-    """The norm of queries or keys (B, L + N, H, 2 P), which are rotated after it."""
+class _Rotating:
+    """The layers of an attention. Its norms also rotate what they norm, queries or keys (B, L + N, H, 2 P)."""
 
-    def apply(states: Tensor) -> Tensor:
-        pairs = torch.view_as_complex(norm(states).type_as(states).float().unflatten(-1, (-1, 2)))
-        return torch.view_as_real(pairs * angles).flatten(3).type_as(states)
+    def __init__(self, attn: Any, angles: Tensor) -> None:
+        self.to_q, self.to_k, self.to_v, self.to_out = attn.to_q, attn.to_k, attn.to_v, attn.to_out
+        self.heads, self.inner_dim = attn.heads, attn.inner_dim
+        self._norm_q, self._norm_k, self._angles = attn.norm_q, attn.norm_k, angles
 
-    return apply
+    def norm_q(self, states: Tensor) -> Tensor:
+        return self._rotated(self._norm_q(states).type_as(states))
+
+    def norm_k(self, states: Tensor) -> Tensor:
+        return self._rotated(self._norm_k(states).type_as(states))
+
+    def _rotated(self, states: Tensor) -> Tensor:
+        pairs = torch.view_as_complex(states.float().unflatten(-1, (-1, 2)))
+        return torch.view_as_real(pairs * self._angles).flatten(3).type_as(states)
 
 
 def _forward(
