@@ -25,11 +25,12 @@ def text_first(model: nn.Module) -> None:
     cast(Any, model).forward = MethodType(_forward, model)  # a copy of the model gets its own
 
 
-class _Positioned(QwenImage21AttnProcessor):  # type: ignore[misc]
+class _Positioned(QwenImage21AttnProcessor):
     """Attention with positions for each sample: `rotary_emb` is (B, L + N, 1, P)."""
 
-    def __call__(self, attn: Any, hidden_states: Tensor, *, rotary_emb: Tensor, **given: object) -> object:
-        return super().__call__(_Rotating(attn, rotary_emb), hidden_states, **given)
+    def __call__(self, attn: Any, hidden_states: Tensor, *, rotary_emb: Any, **given: Any) -> Tensor:  # type: ignore[override]
+        layers: Any = _Rotating(attn, rotary_emb)
+        return super().__call__(layers, hidden_states, **given)
 
 
 class _Rotating:
@@ -47,7 +48,7 @@ class _Rotating:
         return self._rotated(self._norm_k(states).type_as(states))
 
     def _rotated(self, states: Tensor) -> Tensor:
-        pairs = torch.view_as_complex(states.float().unflatten(-1, (-1, 2)))
+        pairs = torch.view_as_complex(states.float().reshape(*states.shape[:-1], -1, 2))
         return torch.view_as_real(pairs * self._angles).flatten(3).type_as(states)
 
 
