@@ -14,23 +14,24 @@ from types import MethodType
 from typing import Any, cast
 
 import torch
-from diffusers.models.modeling_outputs import Transformer2DModelOutput
-from diffusers.models.transformers.transformer_qwenimage21 import QwenImage21AttnProcessor
 from torch import Tensor, nn
 
 
 def text_first(model: nn.Module) -> None:
     """Make a `QwenImage21Transformer2DModel` take one image, whose tokens follow those of the text."""
-    cast(Any, model).set_attn_processor(_Positioned())
+    for block in cast(Any, model).transformer_blocks:
+        block.attn.set_processor(_Positioned(block.attn.processor))
     cast(Any, model).forward = MethodType(_forward, model)  # a copy of the model gets its own
 
 
-class _Positioned(QwenImage21AttnProcessor):
-    """Attention with positions for each sample: `rotary_emb` is (B, L + N, 1, P)."""
+class _Positioned:
+    """Attention with positions for each sample: `rotary_emb` is (B, L + N, 1, P). Otherwise it is that of `own`."""
 
-    def __call__(self, attn: Any, hidden_states: Tensor, *, rotary_emb: Any, **given: Any) -> Tensor:  # type: ignore[override]
-        layers: Any = _Rotating(attn, rotary_emb)
-        return super().__call__(layers, hidden_states, **given)
+    def __init__(self, own: Any) -> None:
+        self.own = own
+
+    def __call__(self, attn: Any, hidden_states: Tensor, *, rotary_emb: Tensor, **given: object) -> object:
+        return self.own(_Rotating(attn, rotary_emb), hidden_states, **given)
 
 
 class _Rotating:
@@ -94,7 +95,11 @@ def _forward(
         given = (states, modulation, rotary, mask, target, layer, kv_cache_mode, written, segments, valid)
         states = self._gradient_checkpointing_func(block, *given) if recompute else block(*given)
     output = self.proj_out(self.norm_out(states, embedded, target))
-    return Transformer2DModelOutput(sample=output) if return_dict else (output,)
+    if not return_dict:
+        return (output,)
+    from diffusers.models.modeling_outputs import Transformer2DModelOutput  # not where launchers only ask for the family
+
+    return Transformer2DModelOutput(sample=output)
 
 
 def _rotations(embedding: Any, length: int, lengths: Tensor, height: int, width: int) -> Tensor:
