@@ -20,7 +20,8 @@ from torch import Tensor, nn
 def text_first(model: nn.Module) -> None:
     """Make a `QwenImage21Transformer2DModel` take one image, whose tokens follow those of the text."""
     for block in cast(Any, model).transformer_blocks:
-        block.attn.set_processor(_Positioned(block.attn.processor))
+        if not isinstance(block.attn.processor, _Positioned):
+            block.attn.set_processor(_Positioned(block.attn.processor))
     cast(Any, model).forward = MethodType(_forward, model)  # a copy of the model gets its own
 
 
