@@ -137,7 +137,6 @@ class Stage:
             run.finish_step = lambda batch, result: None  # type: ignore[method-assign]
             self._mark_state()
         hook_gradients(run.parallel.unwrap(run.model), lambda gradient: self.ledger.mark([gradient], "gradients"))
-        gc.collect()  # or what is garbage here would be counted for good
         gc.freeze()  # the model stays: there is nothing in it to look for
         self._first_state()
 
