@@ -39,6 +39,7 @@ PIPELINE_MODULES = {
     "ovis_image": "diffusers.pipelines.ovis_image.pipeline_ovis_image",
     "pixart": "diffusers.pipelines.pixart_alpha.pipeline_pixart_sigma",
     "qwen_image": "diffusers.pipelines.qwenimage.pipeline_qwenimage",
+    "qwen_image21": "diffusers.pipelines.qwenimage21.pipeline_qwenimage21",
     "sana": "diffusers.pipelines.sana.pipeline_sana",
     "sd3": "diffusers.pipelines.stable_diffusion_3.pipeline_stable_diffusion_3",
     "sdxl": "diffusers.pipelines.stable_diffusion_xl.pipeline_stable_diffusion_xl",

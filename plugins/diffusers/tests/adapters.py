@@ -21,6 +21,7 @@ from smalti.plugins.lookup import find_family
 from smalti.plugins.schema import schema_of
 from smalti_diffusers.families.anima import without_padding
 from smalti_diffusers.families.qwen_image import mask_aside
+from smalti_diffusers.families.text_first import text_first
 from smalti_diffusers.lora.kinds import parted
 from smalti_diffusers.lora.shapes import MAGNITUDE
 from smalti_export.folder import NewExport, TrainedWeights
@@ -30,7 +31,7 @@ from smalti_testing.strategies import SingleRank
 RANK, ALPHA = 4, 6.0
 FAMILIES = (
     *("anima", "auraflow", "chroma", "cosmos", "ernie", "flux", "flux2", "ideogram", "krea2", "lumina2", "ovis_image"),
-    *("hidream", "longcat_image", "pixart", "qwen_image", "sana", "sd1x", "sd2x", "sd3", "sdxl", "z_image"),
+    *("hidream", "longcat_image", "pixart", "qwen_image", "qwen_image21", "sana", "sd1x", "sd2x", "sd3", "sdxl", "z_image"),
 )
 
 
@@ -85,6 +86,8 @@ class Adapter:
     def predict(self, model) -> torch.Tensor:
         if model is not self.model and self.subject.family.name == "qwen_image":
             mask_aside(model)  # as those that the family builds
+        if model is not self.model and self.subject.family.name == "qwen_image21":
+            text_first(model)
         if self.subject.family.name in ("anima", "cosmos"):
             without_padding(model)
         noisy = torch.randn(self.subject.latents.shape, generator=torch.Generator().manual_seed(0))

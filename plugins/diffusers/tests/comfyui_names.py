@@ -42,6 +42,8 @@ KNOWN = {
     ),
     # The state dict of ComfyUI's Qwen-Image has the names of diffusers: every layer is known.
     "qwen_image": (r"transformer_blocks\.\d+\..*",),
+    # Its feed-forward layers of the gate and beside it are one there.
+    "qwen_image21": (r"transformer_blocks\.\d+\.(attn\.to_(q|k|v|out\.0)|img_mlp\.out)",),
     "z_image": (
         r"(layers|context_refiner|noise_refiner)\.\d+\.attention\.(to_q|to_k|to_v|to_out\.0)",
         r"(layers|context_refiner|noise_refiner)\.\d+\.feed_forward\.w[123]",

@@ -189,6 +189,15 @@ def qwen_image(c, n, m):
     return ends + once + c.num_layers * (24 * t * d * d + attention(t, t, d) + 2 * linear(1, d, 6 * d))
 
 
+def qwen_image21(c, n, m):
+    d, n = width_of(c), 4 * n  # tokens, of which images have multiples of four
+    t, rows = n + m, 2  # times: that of the image, and 0 for the text
+    ends = linear(n, c.in_channels, d) + linear(m, c.context_in_dim, d) + linear(m, d, d) + linear(t, d, c.out_channels)
+    once = rows * (embedded(256, d) + linear(1, d, 4 * d) + linear(1, d, d))
+    block = linear(t, d, 4 * d + 3 * c.mlp_ratio * d) + attention(n, t, d) + attention(m, m, d)
+    return ends + once + c.num_layers * block
+
+
 def z_image(c, n, m):
     d, depth, told = c.dim, 4 * c.in_channels, min(c.dim, 256)
     n, m = multiple(n, 32), multiple(m, 32)

@@ -24,10 +24,11 @@ FAMILIES = (
         "ovis_image",
         "pixart",
         "qwen_image",
+        "qwen_image21",
     ),
     *("sana", "sd3", "sdxl", "z_image"),
 )
-WHOLE = ("anima", "chroma", "ernie", "ideogram", "krea2", "lumina2", "sana", "sdxl", "z_image")
+WHOLE = ("anima", "chroma", "ernie", "ideogram", "krea2", "lumina2", "qwen_image21", "sana", "sdxl", "z_image")
 """Their tokens cannot be split."""
 MOST = {"sdxl": 9}
 """Graphs for one size of images; of others 4. Residual blocks of this U-Net have seven pairs of widths: a graph each."""
@@ -38,7 +39,7 @@ SIZES = ((3, 2), (4, 3), (5, 4))
 FLAGS = (
     *("--use_cpu", "--fsdp_enable", "--fsdp_activation_checkpointing", "--mixed_precision=bf16"),
     *("--dynamo_backend=eager", "--accelerate_config=none"),
-    *("--vae_dtype=fp32", "--text_encoder_dtype=fp32", "--tokenizer_max_length=23"),
+    *("--vae_dtype=fp32", "--text_encoder_dtype=fp32", "--tokenizer_max_length=29"),
 )
 _kept = {}
 """In the other process: what joins its group, which happens once."""

@@ -26,6 +26,7 @@ from smalti_diffusers.families.lumina2 import Lumina2
 from smalti_diffusers.families.ovis_image import OvisImage
 from smalti_diffusers.families.pixart import PixArt
 from smalti_diffusers.families.qwen_image import QwenImage
+from smalti_diffusers.families.qwen_image21 import QwenImage21
 from smalti_diffusers.families.sana import Sana
 from smalti_diffusers.families.sd1x import StableDiffusion1
 from smalti_diffusers.families.sd2x import StableDiffusion2
@@ -59,6 +60,7 @@ MODELS = {
     "lumina2": (Lumina2, "2.0"),
     "ovis image": (OvisImage, "7b"),
     "qwen image": (QwenImage, "image"),
+    "qwen image 2.1": (QwenImage21, "2.1"),
     "z image": (ZImage, "turbo"),
     "anima": (Anima, "base-1.0"),
     "cosmos 2b": (Cosmos, "2b"),
@@ -83,6 +85,7 @@ KEPT = (
     "lumina2",
     "ovis image",
     "qwen image",
+    "qwen image 2.1",
     "z image",
     "anima",
     "cosmos 14b",
@@ -109,6 +112,7 @@ PARAMETERS = {
     "lumina2": 2_609_769_152,
     "ovis image": 7_370_449_728,
     "qwen image": 20_430_401_088,
+    "qwen image 2.1": 7_115_124_736,
     "z image": 6_154_908_736,
     "anima": 1_956_405_248,
     "cosmos 2b": 1_956_405_248,

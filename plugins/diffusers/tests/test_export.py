@@ -46,6 +46,7 @@ IN_PROCESS = (
     "lumina2",
     "ovis_image",
     "qwen_image",
+    "qwen_image21",
     "z_image",
 )
 """Families that are trained and exported here in this process; Flux is, too, but as a user does it."""

@@ -12,7 +12,7 @@ from compared import compares
 from diffusers import Krea2Transformer2DModel
 from diffusers.pipelines.flux.pipeline_flux import calculate_shift
 from diffusers.pipelines.ideogram4.pipeline_ideogram4 import _logit_normal_sigmas, _resolution_aware_mu
-from kinds import EMPTY, GIVEN, GUIDANCE, MAKERS, PROMPTS, SIZE, TOLD, opened
+from kinds import EMPTY, GIVEN, GUIDANCE, MAKERS, PROMPTS, SIZE, TOLD, call, opened
 
 from smalti import UserError
 from smalti.config.resolution import resolve
@@ -50,6 +50,8 @@ CALLS = {
     "lumina2": [PROMPTS, EMPTY],
     "ovis image": [PROMPTS, EMPTY],
     "qwen image": [PROMPTS, EMPTY],
+    "qwen image 2.1": [PROMPTS, EMPTY],
+    "qwen image 2.1 sigmas": [PROMPTS, EMPTY],
     "z image": [PROMPTS + EMPTY],
 }
 # How a pipeline is told to draw without guidance, where that is not by a scale of 1.
@@ -60,11 +62,13 @@ UNGUIDED = {
     "krea2": {"guidance_scale": 0.0},
     "krea2 turbo": {"guidance_scale": 0.0},
     "qwen image": {"true_cfg_scale": 1.0},
+    "qwen image 2.1": {"true_cfg_scale": 1.0},
+    "qwen image 2.1 sigmas": {"true_cfg_scale": 1.0},
     "z image": {"guidance_scale": 0.0},
 }
 
 
-VARIANTS = ("flux schnell", "flux2 klein distilled", "krea2 turbo", "sd3.5")
+VARIANTS = ("flux schnell", "flux2 klein distilled", "krea2 turbo", "qwen image 2.1 sigmas", "sd3.5")
 """Other settings of a family that is drawn with all the same."""
 
 
@@ -82,7 +86,7 @@ def drawn(request, family_of):
     )
     noise = torch.stack([torch.randn(latent_shape(family), generator=torch.Generator().manual_seed(seed)) for seed in (1, 2)])
 
-    def draw(output, **more):
+    def draw(output, *, together=False, **more):
         arguments = {
             "latents": GIVEN.get(family.name, torch.clone)(noise),
             "width": SIZE[0],
@@ -90,16 +94,19 @@ def drawn(request, family_of):
             "num_inference_steps": 2,
             "guidance_scale": GUIDANCE,
         }
-        return pipeline(prompt=list(PROMPTS), output_type=output, **arguments | TOLD.get(request.param, {}) | more).images
+        arguments |= TOLD.get(request.param, {}) | more
+        return call(pipeline, together=together, prompt=list(PROMPTS), output_type=output, **arguments)
 
-    pictures = draw("pt") * 2 - 1
+    pictures = draw("pt", together=True) * 2 - 1
     hook.remove()
+    if family.name == "qwen_image21":
+        pictures = draw("pt") * 2 - 1
     latents = kept(draw("latent"), noise, pipeline)
     told, step = [], pipeline.scheduler.step
     pipeline.scheduler.step = lambda answer, *others, **named: (told.append(answer), step(answer, *others, **named))[1]
     draw("latent", **UNGUIDED.get(request.param, {"guidance_scale": 1.0}))
     captions = CALLS.get(request.param, [EMPTY + PROMPTS])
-    timesteps, prediction = pipeline.scheduler.timesteps, unpacked(told[0], noise)
+    timesteps, prediction = pipeline.scheduler.timesteps, unpacked(torch.cat(told[::2]), noise)
     return Drawn(family, model, noise, captions, calls, timesteps, prediction, latents, pictures)
 
 
@@ -219,7 +226,7 @@ def test_a_validation_picture_is_the_pipelines(drawn, monkeypatch):
         objective=native_objective(family),
     )
     with torch.no_grad():
-        torch.testing.assert_close(family.sample(drawn.model, request), drawn.pictures, atol=1e-5, rtol=0)
+        torch.testing.assert_close(family.sample(drawn.built(), request), drawn.pictures, atol=1e-5, rtol=0)
 
 
 def test_latents_are_decoded_as_the_pipeline_does(drawn):
@@ -236,7 +243,7 @@ def test_an_empty_caption_of_sana_has_no_instruction_before_it(family_of):
 
 @pytest.mark.parametrize("kind", MAKERS)
 def test_the_length_of_captions_can_be_chosen(family_of, kind):
-    length = 40 if kind == "ideogram" else 24
+    length = 48 if kind.startswith(("ideogram", "qwen image 2.1")) else 24
     tokens = family_of(kind, f"--tokenizer_max_length={length}").encode_captions(PROMPTS)["tokens"]
     assert tokens.shape[1] == length + 77 * kind.startswith("sd3")
 
@@ -252,7 +259,7 @@ def test_times_are_moved_towards_noise_as_the_pipelines_scheduler_moves_them(fam
 def test_an_image_counts_as_many_tokens_as_the_blocks_are_given(drawn):
     """Z-Image's first block is given them padded to a multiple of 32, that of Ideogram after 64 of text."""
     lengths, names = [], ("noise_refiner.0", "transformer_blocks.0", "joint_transformer_blocks.0", "x_embedder")
-    names = {"krea2": ("img_in",), "ideogram": ("input_proj",)}.get(drawn.family.name, names)
+    names = {"krea2": ("img_in",), "qwen_image21": ("img_in",), "ideogram": ("input_proj",)}.get(drawn.family.name, names)
     model = drawn.built()
     block = next(module for name, module in reversed(list(model.named_modules())) if name in names)
 
@@ -446,6 +453,7 @@ TestLumina2 = contract("lumina2", 240)  # which the instruction is a part of
 TestLongCatImage = contract("longcat image")
 TestOvisImage = contract("ovis image")
 TestQwenImage = contract("qwen image")
+TestQwenImage21 = contract("qwen image 2.1", 64)
 TestZImage = contract("z image")
 
 

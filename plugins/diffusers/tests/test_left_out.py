@@ -48,7 +48,7 @@ LEFT_OUT = {
         *("Bria(Fibo|Fibo2)?", "CogView3Plus", "CogView4"),
         *("DreamLite(Mobile)?", "Flux3Modular", "GlmImage", "HunyuanDiT", "HunyuanImage"),
         *("Kandinsky5T2I", "Kolors", "Lumina", "NucleusMoEImage", "OmniGen"),
-        *("PRX(Pixel)?", "QwenImage21"),
+        "PRX(Pixel)?",
     ),
 }
 """By the reason, patterns of the names of classes without "Pipeline"."""

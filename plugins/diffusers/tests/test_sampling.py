@@ -9,7 +9,7 @@ from smalti import UserError
 from smalti_diffusers.sampling import scheduler_in_place
 from support.whole import some
 
-SIGMAS = ["anima", "ideogram", "krea2", "longcat image", "lumina2", "qwen image", "z image"]
+SIGMAS = ["anima", "ideogram", "krea2", "longcat image", "lumina2", "qwen image", "qwen image 2.1", "z image"]
 """Kinds whose pipelines compute the noise levels themselves."""
 SOLVERS = [
     *(

@@ -43,6 +43,7 @@ MAKERS = {
     "krea2": ("krea2", tiny.krea2, {}),
     "lumina2": ("lumina2", tiny.lumina2, {"heads": 3}),
     "qwen image": ("qwen_image", tiny.qwen_image, {}),
+    "qwen image 2.1": ("qwen_image21", tiny.qwen_image21, {}),
     "z image": ("z_image", tiny.z_image, {}),
     "anima": ("anima", tiny.anima, {}),
     "cosmos": ("cosmos", tiny.cosmos, {}),

@@ -42,6 +42,7 @@ KNOWN = {
     "krea2": ("txtfusion.projector.weight", "blocks.0.mod.lin"),
     "lumina2": ("cap_embedder.0.weight", "layers.0.attention.qkv.weight"),
     "qwen_image": ("transformer_blocks.0.attn.add_q_proj.weight", "img_in.weight"),
+    "qwen_image21": ("transformer_blocks.0.img_mlp.gate_up.weight", "txt_in.text_norm.weight"),
     "z_image": ("layers.0.adaLN_modulation.0.weight", "final_layer.linear.weight"),
     "cosmos": ("net.blocks.0.self_attn.q_proj.weight", "net.x_embedder.proj.1.weight"),
     "anima": ("net.blocks.0.self_attn.q_proj.weight", "net.llm_adapter.blocks.0.cross_attn.k_proj.weight"),

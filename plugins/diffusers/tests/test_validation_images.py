@@ -5,7 +5,7 @@ from inspect import signature
 import pytest
 import torch
 from compared import compares
-from kinds import EVERY, MODULAR, PROMPTS, TOLD, opened
+from kinds import EVERY, MODULAR, PROMPTS, TOLD, call, opened
 
 from smalti.models.family import SampleRequest
 from smalti.models.weights import materialise, without_weights
@@ -18,7 +18,7 @@ NEGATIVE = ("ugly, blurred", "")
 SIZE = (64, 128)
 GUIDANCE = 50.0  # so that what is guided away from shows in images of tiny models
 SCALES = {
-    "qwen image": {"true_cfg_scale": GUIDANCE},
+    **{kind: {"true_cfg_scale": GUIDANCE} for kind in ("qwen image", "qwen image 2.1", "qwen image 2.1 sigmas")},
     **{kind: {"guidance_scale": GUIDANCE - 1} for kind in ("z image", "cosmos")},
 }
 ELSEWHERE = ("hidream dev", "hidream small")
@@ -53,11 +53,11 @@ def of_pipeline(family, kind, change=lambda pipeline: None, **changes):
         "guidance_scale": GUIDANCE,
         "generator": [torch.Generator().manual_seed(seed) for seed in (1, 2)],
     }
-    return pipeline(**arguments | TOLD.get(kind, {}) | SCALES.get(kind, {}) | changes, output_type="pt").images * 2 - 1
+    return call(pipeline, **arguments | TOLD.get(kind, {}) | SCALES.get(kind, {}) | changes, output_type="pt") * 2 - 1
 
 
 @compares("validation images", GUIDED)
-@pytest.mark.parametrize("kind", some(GUIDED, "flux2 klein", "qwen image", "sd3", "sdxl", "z image"))
+@pytest.mark.parametrize("kind", some(GUIDED, "flux2 klein", "qwen image", "qwen image 2.1 sigmas", "sd3", "sdxl", "z image"))
 def test_a_negative_prompt_is_what_the_pipeline_makes_of_it(family_of, kind):
     family = family_of(kind)
     given = [text or " " for text in NEGATIVE] if kind == "qwen image" else list(NEGATIVE)

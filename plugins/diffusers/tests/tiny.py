@@ -43,6 +43,7 @@ from tiny_newer import (
     longcat_image as longcat_image,
     ovis_image as ovis_image,
     qwen_image as qwen_image,
+    qwen_image21 as qwen_image21,
     z_image as z_image,
 )
 from tiny_parts import (

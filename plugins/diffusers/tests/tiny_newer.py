@@ -26,6 +26,8 @@ from diffusers import (
     LongCatImageTransformer2DModel,
     OvisImagePipeline,
     OvisImageTransformer2DModel,
+    QwenImage21Pipeline,
+    QwenImage21Transformer2DModel,
     QwenImagePipeline,
     QwenImageTransformer2DModel,
     UniPCMultistepScheduler,
@@ -33,6 +35,7 @@ from diffusers import (
     ZImageTransformer2DModel,
 )
 from tiny_parts import (
+    alpha_vae,
     chat_tokenizer,
     clip_config,
     clip_tokenizer,
@@ -47,6 +50,7 @@ from tiny_parts import (
     t5_tokenizer,
     vae,
     video_vae,
+    vision_processor,
 )
 from transformers import (
     CLIPTextModelWithProjection,
@@ -55,6 +59,7 @@ from transformers import (
     Mistral3Config,
     Mistral3Model,
     PreTrainedTokenizerFast,
+    Qwen3VLForConditionalGeneration,
 )
 
 
@@ -220,6 +225,33 @@ def hidream(folder: Path, *, distilled: bool = False, layers: tuple[int, int] = 
         text_encoder_4=LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=2, num_key_value_heads=1)),
         tokenizer_4=llama,
         transformer=transformer,
+    ).save_pretrained(folder)
+    return folder
+
+
+def qwen_image21(folder: Path, *, sigmas: list[float] | None = None) -> Path:
+    """Qwen-Image 2.1; `sigmas` are noise levels that the pipeline says itself."""
+    torch.manual_seed(0)
+    tokenizer = chat_tokenizer()
+    tokens = ["<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>", "assistant"]
+    tokenizer.add_tokens(tokens, special_tokens=True)
+    transformer = QwenImage21Transformer2DModel(
+        in_channels=4,
+        out_channels=4,
+        num_layers=2,
+        attention_head_dim=16,
+        num_attention_heads=2,
+        context_in_dim=32,
+        axes_dims_rope=(4, 6, 6),
+    )
+    fill_zeros(transformer)
+    QwenImage21Pipeline(
+        scheduler=FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True, max_shift=0.9, shift_terminal=0.02),
+        vae=alpha_vae(),
+        text_encoder=qwen3_vl(len(tokenizer), kind=Qwen3VLForConditionalGeneration),
+        processor=vision_processor(tokenizer),
+        transformer=transformer,
+        sample_sigmas=sigmas,
     ).save_pretrained(folder)
     return folder
 

@@ -2,8 +2,9 @@
 
 import re
 from string import printable
+from unittest.mock import patch
 
-from diffusers import AutoencoderKL, AutoencoderKLFlux2, AutoencoderKLQwenImage
+from diffusers import AutoencoderKL, AutoencoderKLFlux2, AutoencoderKLQwenImage, AutoencoderKLQwenImage21
 from tokenizers.pre_tokenizers import ByteLevel
 from tokenizers.processors import TemplateProcessing
 from torch import nn
@@ -15,10 +16,12 @@ from transformers import (
     Qwen2_5_VLConfig,
     Qwen2_5_VLForConditionalGeneration,
     Qwen2Tokenizer,
+    Qwen2VLImageProcessorPil,
     Qwen3Config,
     Qwen3Model,
     Qwen3VLConfig,
     Qwen3VLModel,
+    Qwen3VLProcessor,
     T5Config,
     T5EncoderModel,
     T5TokenizerFast,
@@ -153,13 +156,33 @@ def qwen2_vl(words: int) -> Qwen2_5_VLForConditionalGeneration:
     return Qwen2_5_VLForConditionalGeneration(Qwen2_5_VLConfig(text_config=text | heads, vision_config=vision))
 
 
-def qwen3_vl(words: int, layers: int = 3, width: int = 32) -> Qwen3VLModel:
+def alpha_vae() -> AutoencoderKLQwenImage21:
+    """That of Qwen-Image 2.1: an image has four channels, and a latent pixel is 16 x 16 of it."""
+    return AutoencoderKLQwenImage21(
+        base_dim=8,
+        decoder_base_dim=8,
+        z_dim=4,
+        dim_mult=[1, 1, 1, 2, 2],
+        num_res_blocks=1,
+        latents_mean=[0.1, -0.2, 0.3, 0.0],
+        latents_std=[1.5, 0.5, 2.0, 1.0],
+    )
+
+
+def vision_processor(tokenizer: Qwen2Tokenizer) -> Qwen3VLProcessor:
+    """For texts and images. That of images stands for the part for videos, which transformers makes only with torchvision."""
+    images = Qwen2VLImageProcessorPil()
+    with patch.object(Qwen3VLProcessor, "check_argument_for_proper_class"):
+        return Qwen3VLProcessor(images, tokenizer, images, chat_template=tokenizer.chat_template)
+
+
+def qwen3_vl(words: int, layers: int = 3, width: int = 32, kind: type = Qwen3VLModel) -> Qwen3VLModel:
     text = {"vocab_size": words, "hidden_size": width, "intermediate_size": 32, "num_hidden_layers": layers, "head_dim": 16}
     rotary = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3], "mrope_interleaved": True}
     vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 1, "out_hidden_size": width}
     heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "rope_parameters": rotary}
     vision["deepstack_visual_indexes"] = [0]
-    return Qwen3VLModel(Qwen3VLConfig(text_config=text | heads, vision_config=vision))
+    return kind(Qwen3VLConfig(text_config=text | heads, vision_config=vision))
 
 
 def qwen3(words: int) -> Qwen3Model:

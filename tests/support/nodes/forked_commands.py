@@ -50,7 +50,7 @@ def import_heavy() -> None:
     for name in HEAVY:
         import_module(name)
     sys.modules.pop("torch.distributed.run")  # which the agent executes as a module; what that one imports is there
-    # torch's agent asks inspect.stack() for the name of a caller, which goes through all that is imported here: seconds a launch.
+    # The agent of torch asks inspect.stack() for the name of a caller, which goes through all modules: seconds a launch, here.
     dynamic_rendezvous = import_module("torch.distributed.elastic.rendezvous.dynamic_rendezvous")
     dynamic_rendezvous.get_method_name = lambda depth=2: sys._getframe(depth).f_code.co_name
 

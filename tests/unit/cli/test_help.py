@@ -142,7 +142,7 @@ def test_a_page_in_a_pipe_meets_no_pager(smalti):
 def test_a_terminal_breaks_lines_of_a_table_between_words(on_terminal):
     lines = on_terminal("plugins", NO_COLOR="1").splitlines()
     assert max(map(len, lines)) <= 80
-    assert " ".join(" ".join(lines).split()).count("qwen_image, sana, sd1x, sd2x, sd3, sdxl, z_image") == 1
+    assert " ".join(" ".join(lines).split()).count("qwen_image, qwen_image21, sana, sd1x, sd2x, sd3, sdxl, z_image") == 1
 
 
 def test_plugins_are_looked_for_once_on_the_way_to_a_command_below_another(out, monkeypatch):

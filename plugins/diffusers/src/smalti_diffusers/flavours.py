@@ -39,6 +39,7 @@ FLAVOURS: Mapping[str, Mapping[str, str]] = {
         "alpha-512": "PixArt-alpha/PixArt-XL-2-512x512",
     },
     "qwen_image": {"image": "Qwen/Qwen-Image"},
+    "qwen_image21": {"2.1": "Qwen/Qwen-Image-2.1"},
     "sana": {
         "1600m-1024": "Efficient-Large-Model/Sana_1600M_1024px_diffusers",
         "1600m-512": "Efficient-Large-Model/Sana_1600M_512px_diffusers",

@@ -34,6 +34,7 @@ FAMILIES = (
     _entry("ovis_image", "Ovis-Image", "OvisImage"),
     _entry("pixart", "PixArt Sigma and Alpha", "PixArt"),
     _entry("qwen_image", "Qwen-Image", "QwenImage"),
+    _entry("qwen_image21", "Qwen-Image 2.1", "QwenImage21"),
     _entry("sana", "Sana", "Sana"),
     _entry("sd1x", "Stable Diffusion 1", "StableDiffusion1"),
     _entry("sd2x", "Stable Diffusion 2", "StableDiffusion2"),

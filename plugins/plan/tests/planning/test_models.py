@@ -33,6 +33,7 @@ OTHERS = (
         "lumina2",
         "pixart",
         "qwen_image",
+        "qwen_image21",
         "sana",
     ),
     *("ovis_image", "sd1x", "sd2x", "z_image"),

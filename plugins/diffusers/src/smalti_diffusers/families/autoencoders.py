@@ -107,6 +107,22 @@ def _channels(values: tuple[float, ...], device: torch.device) -> Tensor:
     return torch.tensor(values, device=device).view(-1, 1, 1)
 
 
+class AlphaAutoencoder(VideoAutoencoder):
+    """Images have a fourth channel, from -1, transparent, to 1, opaque as photos are. What is decoded is laid over white."""
+
+    def encode(self, pixels: Tensor) -> Tensor:
+        return super().encode(torch.cat([pixels, torch.ones_like(pixels[:, :1])], dim=1))
+
+    def decode(self, latents: Tensor) -> Tensor:
+        return over_white(super().decode(latents) / 2 + 0.5) * 2 - 1
+
+
+def over_white(images: Tensor) -> Tensor:
+    """(B, 4, H, W) in [0, 1] -> (B, 3, H, W): over white where they are transparent."""
+    alpha = images[:, 3:]
+    return images[:, :3] * alpha + 1 - alpha
+
+
 class PatchAutoencoder(Autoencoder):
     """A latent pixel is a 2x2 square of its own, normalised by the running statistics of a batch norm that it keeps."""
 

@@ -70,6 +70,7 @@ TOOLS: Mapping[str, Tools] = {
     "ovis_image": Tools(diffusers=False, comfyui=None, kohya=False),
     "pixart": Tools(diffusers=False, comfyui="diffusers", kohya=False),
     "qwen_image": Tools(comfyui="diffusers", kohya=True, module="networks.lora_qwen_image"),
+    "qwen_image21": Tools(comfyui="diffusers", kohya=False, original=False),
     "sana": Tools(comfyui=None, kohya=False),
     "sd1x": Tools(comfyui="kohya", kohya=True, original=False),
     "sd2x": Tools(comfyui="kohya", kohya=True, original=False),

@@ -238,8 +238,8 @@ def frozen_tensors(weights: PartWeights, *, fixed: bool = True) -> dict[str, Com
 
 
 def _is_part(entry: object) -> TypeGuard[list[Any]]:
-    """Of an index: whether it names a part, by its library and class. Other lists are settings, such as numbers of layers."""
-    return isinstance(entry, list) and not isinstance(entry[0], int)
+    """Of an index: whether it names a part, by its library and class. Other lists are settings: numbers."""
+    return isinstance(entry, list) and not isinstance(entry[0], int | float)
 
 
 def _library_and_class(entry: list[Any]) -> tuple[str | None, str]:

@@ -259,6 +259,10 @@ _KREA2 = {
     **_block("final_layer", "last", {"linear": "linear", "norm.weight": "norm.scale", "scale_shift_table": "modulation.lin"}),
 }
 
+_QWEN_IMAGE_21 = _block(
+    "transformer_blocks.{}.img_mlp", "transformer_blocks.{}.img_mlp", _joined(("gate_layer", "proj"), "gate_up")
+)
+
 _RESNET = {
     "norm1": "in_layers.0",
     "conv1": "in_layers.2",
@@ -363,6 +367,7 @@ LAYOUTS: Mapping[str, Callable[[Config], Table]] = {
     "Krea2Transformer2DModel": lambda config: _KREA2,
     "Lumina2Transformer2DModel": lambda config: _LUMINA2,
     "QwenImageTransformer2DModel": lambda config: {},
+    "QwenImage21Transformer2DModel": lambda config: _QWEN_IMAGE_21,
     "SD3Transformer2DModel": _sd3,
     "UNet2DConditionModel": _unet,
     "ZImageTransformer2DModel": lambda config: _Z_IMAGE,

@@ -64,6 +64,7 @@ FILE_LAYOUTS: Mapping[str, FileLayout] = {
     "krea2": FileLayout(),
     "lumina2": FileLayout(),
     "qwen_image": FileLayout(),
+    "qwen_image21": FileLayout(),
     "sd1x": _SD1,
     "sd3": FileLayout(model=UNET_PREFIX, vae="first_stage_model."),
     "sdxl": _SDXL,

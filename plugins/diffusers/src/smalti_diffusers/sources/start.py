@@ -52,6 +52,7 @@ _FAMILIES = {
     "cosmos-2.0-t2i-14B": "cosmos",
     "hidream": "hidream",
     "krea2": "krea2",
+    "qwen-image-2.1": "qwen_image21",
     "lumina2": "lumina2",
     "sana": "sana",
     "z-image-turbo": "z_image",
