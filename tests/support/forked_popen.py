@@ -6,6 +6,7 @@ launches. They are processes of their own in all else: signals, exit codes, pare
 
 from __future__ import annotations
 
+import atexit
 import gc
 import os
 import socket
@@ -72,7 +73,9 @@ def fork_server() -> ForkServer:
             stdin=subprocess.DEVNULL,
             start_new_session=True,
         )
-    return ForkServer(line, process)
+    server = ForkServer(line, process)
+    atexit.register(server.close)
+    return server
 
 
 def forked_script(site: Path) -> str:

@@ -9,6 +9,7 @@ environment is in force from then on, not from the start of the process. Tests t
 
 from __future__ import annotations
 
+import atexit
 import gc
 import json
 import os
@@ -141,11 +142,17 @@ class ForkServer:
         socket.send_fds(self._line, [json.dumps(order).encode()], [line, output])
         return int(self._line.recv(100))
 
+    def close(self) -> None:
+        self._line.close()
+        self._process.wait()
+
 
 @cache
 def fork_server(module: str) -> ForkServer:
     """The one of this test process that runs this module."""
-    return ForkServer(module)
+    server = ForkServer(module)
+    atexit.register(server.close)
+    return server
 
 
 # --- in that process ------------------------------------------------------------------------------------------------

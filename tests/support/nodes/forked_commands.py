@@ -172,6 +172,11 @@ class ForkServer:
         process._child_created = True
         process._close_pipe_fds(read_in, write_in, read_out, write_out, read_err, write_err)
 
+    def close(self) -> None:
+        self._line.close()
+        if self._process is not None:
+            self._process.wait()
+
 
 def serve(line: socket.socket, parent: int, listener: socket.socket | None = None) -> None:
     """Fork the commands that `ForkServer` asks for, as children of `parent`, until nobody is there to ask.
