@@ -105,6 +105,37 @@ def test_few_inputs_of_blocks_are_on_the_device_at_the_end_of_the_forward_pass()
     assert not any(each() for each in offload._order), "nothing stays after a step"
 
 
+class Joint(Model):
+    """Every block takes two inputs and returns both, as those do that join images and texts."""
+
+    def forward(self, values, order=None):
+        values, other = self.first(values), values.sin()
+        for block in self.blocks:
+            values, other = checkpoint(
+                lambda one, two, block=block: (block(one), two + one), values, other, use_reentrant=False
+            )
+        return values + other
+
+
+def test_few_inputs_of_blocks_are_on_the_device_in_the_backward_pass_and_each_comes_back_once():
+    class Counting(Late):
+        most = 0
+
+        def _unpack(self, packed):
+            found = super()._unpack(packed)
+            there = [kept for each in self._order if (kept := each()) is not None and kept.there is not None]
+            self.most = max(self.most, len(there))
+            return found
+
+    torch.manual_seed(0)
+    resident = Joint(12)
+    offloaded, offload = copy.deepcopy(resident), Counting()
+    offload.attach(offloaded)
+    assert equal(train_step(offloaded, 0), train_step(resident, 0))
+    assert offload.most <= 4
+    assert offload.copied <= 2 * (2 * 12 + 2) * BATCH * WIDTH * 4
+
+
 def test_host_memory_is_used_again_and_is_one_piece_after_a_pass():
     _, offloaded, offload = pair(4)
     addresses = []

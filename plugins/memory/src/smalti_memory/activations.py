@@ -48,6 +48,8 @@ class _Kept:
     """When the last copy, to or from the host, is complete; None if the stream has waited for it."""
     shared: bool = False
     """Several operations keep it, so it stays on the device once the first has asked for it."""
+    asked: bool = False
+    """An operation of the backward pass has asked for it."""
 
 
 class ActivationOffload:
@@ -110,14 +112,15 @@ class ActivationOffload:
     def _unpack(self, packed: Tensor | _Kept) -> Tensor:
         if isinstance(packed, Tensor):
             return packed
+        packed.asked = True
         there = self._there(packed)
         if packed in self._under_way:
             self._under_way.remove(packed)
         self._arrive(packed)
         if not packed.shared:
             packed.there = None
-        earlier = (kept for number in range(packed.number - 1, -1, -1) if (kept := self._order[number]()) is not None)
-        for kept in islice(earlier, _UNDER_WAY):
+        earlier = (self._order[number]() for number in range(packed.number - 1, -1, -1))
+        for kept in islice((each for each in earlier if each is not None and not each.asked), _UNDER_WAY):
             self._there(kept)
         return there
 
