@@ -13,6 +13,8 @@ STRATEGIES = {
     "ddp": {"gradient_checkpointing": True, "gradient_accumulation_steps": 2},
     "fsdp2": {"fsdp_enable": True, "fsdp_activation_checkpointing": True},
     "fsdp2, outside of blocks": {"fsdp_enable": True, "gradient_checkpointing": True},
+    "zero 2": {"deepspeed_config": '{"zero_optimization": {"stage": 2}}', "gradient_checkpointing": True},
+    "zero 3": {"deepspeed_config": '{"zero_optimization": {"stage": 3}}', "gradient_checkpointing": True},
 }
 
 
@@ -44,7 +46,7 @@ def train(tmp_path_factory):
     return run
 
 
-@pytest.mark.parametrize("strategy", some(STRATEGIES, "ddp", "fsdp2"))
+@pytest.mark.parametrize("strategy", some(STRATEGIES, "ddp", "fsdp2", "zero 2"))
 def test_a_run_with_activations_in_host_memory_is_the_run_without_bit_for_bit(train, strategy):
     assert BATCH * (RESOLUTION // PATCH) ** 2 * WIDTH * 4 >= activations._LEAST, "inputs of blocks are worth a copy"
     directories = []

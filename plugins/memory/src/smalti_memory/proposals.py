@@ -68,7 +68,7 @@ def _additions(config: Config) -> Iterator[Strategy]:
             recompute={"full": {}},
             bytes={},
             offloaded=frozenset(("activations",)),
-            added_to=frozenset(("ddp", "fsdp2", "memory")),
+            added_to=frozenset(("ddp", "deepspeed", "fsdp2", "memory")),
         )
     if config[ModelOptions].model_type == "lora":
         return  # of an adapter there is little to save
