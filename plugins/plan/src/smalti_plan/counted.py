@@ -24,6 +24,7 @@ from smalti.plugins import CacheFile, Plugins, Selection, family_entry, find_fam
 from smalti.system import load_json
 from smalti_plan.facts import ModelFacts
 from smalti_plan.rehearsal.rehearse import model_files
+from smalti_plan.rehearsal.request import values_for
 
 CACHE = "model-facts"
 _UNRELATED = frozenset(
@@ -61,10 +62,8 @@ def facts_of(config: Config, plugins: Plugins, kind: str) -> ModelFacts:
 
 def request_of(config: Config, kind: str) -> dict[str, object]:
     """What `count` is asked for."""
-    values = {**config.values(), "plugins": config.value("plugins"), "without": config.value("without")}
-    values["gradient_checkpointing"] = False
-    values["mixed_precision"] = "bf16" if in_bf16(config, kind) else "no"  # not what this processor would take
-    return {"values": load_json(json.dumps(values, default=str)), "accelerate": dict(config.accelerate), "kind": kind}
+    values = {**values_for(config, kind), "gradient_checkpointing": False}
+    return {"values": values, "accelerate": dict(config.accelerate), "kind": kind}
 
 
 def _key(request: Mapping[str, object], config: Config, plugins: Plugins) -> str:

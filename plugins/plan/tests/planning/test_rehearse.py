@@ -18,6 +18,7 @@ from smalti_plan.limit.search import Search
 from smalti_plan.records import Candidate
 from smalti_plan.refine import rehearsed as rehearsed_way
 from smalti_plan.rehearsal.rehearse import rehearse
+from smalti_plan.rehearsal.request import values_for
 from support.forked_ranks import forked_processes
 from support.whole import only_whole
 
@@ -147,6 +148,13 @@ def test_the_passes_over_pairs_of_images_are_rehearsed(tmp_path):
         assert rehearsal.error is None
         found.append(sum(each.flops for each in rehearsal.operations if each.kind == "matmul"))
     assert 2 < found[1] / found[0] < 4, "four forward and two backward passes in place of one of each"
+
+
+@pytest.mark.parametrize(("given", "taken"), [({}, "bf16"), ({"mixed_precision": "no"}, "no")])
+def test_the_precision_is_that_of_the_devices_whatever_this_processor_computes(tmp_path, given, taken):
+    words = as_words({**COMMON, "instance_data_dir": tmp_path, "output_dir": tmp_path / "run", **given})
+    words = [word for word in words if given or not word.startswith("--mixed_precision")]
+    assert values_for(CommandLine.parse(words).config(), "cuda")["mixed_precision"] == taken
 
 
 def failing(words):

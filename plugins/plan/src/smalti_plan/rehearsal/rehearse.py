@@ -18,7 +18,7 @@ from smalti.parallel import DeviceModel
 from smalti.plugins import CacheFile, Plugins
 from smalti.system import load_json, read_regular
 from smalti_plan.records import Candidate, Rehearsal
-from smalti_plan.rehearsal.request import Request
+from smalti_plan.rehearsal.request import Request, values_for
 
 CACHE = "rehearsals"
 _SHOWN = 2000
@@ -50,10 +50,9 @@ def rehearse(
     An error of the run is a part of the answer, and such an answer is not kept. Raises UserError if there is no answer: the
     process has crashed, was killed or hangs.
     """
-    values = {**config.values(), "plugins": config.value("plugins"), "without": config.value("without")}
     width, height = size or (0, 0)
     request = Request(
-        values=load_json(json.dumps(values, default=str)),
+        values=values_for(config, device.kind),
         accelerate=config.accelerate,
         candidate=candidate,
         device=device.title or device.name,

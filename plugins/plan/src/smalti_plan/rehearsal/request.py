@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import cast
 
+from smalti.config import Config
+from smalti.parallel import in_bf16
+from smalti.system import load_json
 from smalti_plan.records import Candidate
 
 _STEPS = 1000
@@ -57,3 +61,10 @@ class Request:
     def from_json(cls, values: Mapping[str, object]) -> Request:
         candidate = Candidate(**cast(dict[str, object], values["candidate"]))  # type: ignore[arg-type]
         return cls(**{**values, "candidate": candidate})  # type: ignore[arg-type]
+
+
+def values_for(config: Config, kind: str) -> dict[str, object]:
+    """All options of a configuration as JSON has them, with the precision that devices of this kind take by default."""
+    values = {**config.values(), "plugins": config.value("plugins"), "without": config.value("without")}
+    values["mixed_precision"] = "bf16" if in_bf16(config, kind) else "no"  # not what this processor would take
+    return cast(dict[str, object], load_json(json.dumps(values, default=str)))
