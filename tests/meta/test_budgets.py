@@ -11,7 +11,7 @@ from smalti.config import GROUPS, Schema
 FILE_LINES = 500
 FUNCTION_LINES = 60
 SPECIAL = {"trainer.py": 200}
-CORE_LINES = 19_526
+CORE_LINES = 19_517
 """Lines of code of the core, which may only fall: lower the number with the code."""
 KERNEL_LINES = 4_273
 KERNEL = ("errors.py", "hookspecs.py", "types", "plugins", "config", "system")

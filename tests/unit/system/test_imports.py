@@ -14,10 +14,13 @@ from smalti.system.imports import importing as importing_block
 
 @pytest.fixture
 def nothing_kept() -> Iterator[None]:
+    """At the end all that was imported is looked through again, but for what the tests had put aside before."""
     before = imports._kept
+    gc.unfreeze()
     yield
     imports._kept = before
     gc.unfreeze()
+    gc.freeze()
 
 
 @pytest.fixture

@@ -2,8 +2,11 @@
 
 import subprocess
 import sys
+from threading import Event, Thread
 
 import pytest
+
+from smalti.system.streams import plugin_output, reserve_stdout
 
 SCRIPT = """
 import sys
@@ -24,3 +27,27 @@ def test_a_process_goes_on_without_its_words(tmp_path, broken):
 def test_words_come_through_where_somebody_reads_them(tmp_path):
     said = subprocess.run([sys.executable, "-c", SCRIPT], cwd=tmp_path, capture_output=True, text=True, check=True)
     assert (said.stdout, said.stderr) == ("out\n", "err\n")
+
+
+def test_what_plugins_print_in_several_threads_goes_to_stderr_and_all_else_where_it_belongs(capsys):
+    def call(word: str, inside: Event, leave: Event) -> None:
+        with plugin_output():
+            inside.set()
+            leave.wait(60)
+            print(word)
+
+    reserve_stdout(True)
+    try:
+        events = {word: (Event(), Event()) for word in ("first", "second")}
+        threads = {word: Thread(target=call, args=(word, *each)) for word, each in events.items()}
+        for word, thread in threads.items():
+            thread.start()
+            events[word][0].wait(60)
+        print("while they are in")
+        for word, thread in threads.items():  # the first that came goes first
+            events[word][1].set()
+            thread.join()
+            print(f"after the {word}")
+    finally:
+        reserve_stdout(False)
+    assert capsys.readouterr() == ("while they are in\nafter the first\nafter the second\n", "first\nsecond\n")

@@ -18,11 +18,7 @@ if TYPE_CHECKING:
 CHECK_SECONDS = 0.25
 """How often the folder of requests is checked. A check costs a system call, on shared storage a round trip."""
 
-_REASONS = {
-    "interrupted": StopReason.INTERRUPTED,
-    "preempted": StopReason.PREEMPTED,
-    "lost data": StopReason.ERROR_BUDGET,
-}
+_REASONS = {"interrupted": StopReason.INTERRUPTED, "preempted": StopReason.PREEMPTED, "lost data": StopReason.ERROR_BUDGET}
 
 
 class Events:

@@ -37,11 +37,7 @@ from smalti.errors import ConfigError, Problem, did_you_mean
 
 
 def resolve(
-    schema: Schema,
-    arguments: Sequence[str] = (),
-    *,
-    file: Path | None = None,
-    environment: Mapping[str, str] | None = None,
+    schema: Schema, arguments: Sequence[str] = (), *, file: Path | None = None, environment: Mapping[str, str] | None = None
 ) -> Config:
     """All sources together, validated. Raises ConfigError with every problem at once."""
     config = draft(schema, arguments, file=file, environment=environment)
@@ -51,11 +47,7 @@ def resolve(
 
 
 def draft(
-    schema: Schema,
-    arguments: Sequence[str] = (),
-    *,
-    file: Path | None = None,
-    environment: Mapping[str, str] | None = None,
+    schema: Schema, arguments: Sequence[str] = (), *, file: Path | None = None, environment: Mapping[str, str] | None = None
 ) -> Config:
     """The same, but with the problems in the Config, so that it can be checked for more of them."""
     environment = os.environ if environment is None else environment
@@ -106,10 +98,7 @@ def draft(
 
 
 def restore(
-    schema: Schema,
-    values: Mapping[str, object],
-    accelerate: Mapping[str, object],
-    environment: Mapping[str, str] | None = None,
+    schema: Schema, values: Mapping[str, object], accelerate: Mapping[str, object], environment: Mapping[str, str] | None = None
 ) -> Config:
     """The Config of a worker, from the values that the launcher wrote. Secrets come from the environment."""
     environment = os.environ if environment is None else environment

@@ -100,12 +100,7 @@ def _not_given(option: Option, raw: object) -> bool:
 
 
 def put_translated(
-    layer: dict[str, Given],
-    found: Translation,
-    schema: Schema,
-    source: str,
-    problems: list[Problem],
-    notices: list[str],
+    layer: dict[str, Given], found: Translation, schema: Schema, source: str, problems: list[Problem], notices: list[str]
 ) -> None:
     """Add what options of another trainer mean here to a layer, with their notices and problems."""
     for name, (key, value) in found.values.items():

@@ -21,10 +21,5 @@ from .observers import (
     summary as summary,
     warn as warn,
 )
-from .registry import (
-    Backend as Backend,
-    PluginInfo as PluginInfo,
-    Plugins as Plugins,
-    RegisterHook as RegisterHook,
-)
+from .registry import Backend as Backend, PluginInfo as PluginInfo, Plugins as Plugins, RegisterHook as RegisterHook
 from .schema import check as check, plugin_problems as plugin_problems, schema_of as schema_of, selection_of as selection_of

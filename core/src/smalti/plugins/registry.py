@@ -202,11 +202,7 @@ class Plugins:
         return f"version {own}, plugins: {', '.join(names) or 'only built-in ones'}"
 
     def _attribute(
-        self,
-        outcome: pluggy.Result[object],
-        hook: str,
-        implementations: Sequence[pluggy.HookImpl],
-        arguments: object,
+        self, outcome: pluggy.Result[object], hook: str, implementations: Sequence[pluggy.HookImpl], arguments: object
     ) -> None:
         """Note on an exception which plugin raised it: the innermost implementation on its traceback."""
         if (error := outcome.exception) is None:

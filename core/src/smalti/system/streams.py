@@ -7,9 +7,12 @@ from __future__ import annotations
 
 import os
 import sys
-from contextlib import AbstractContextManager, nullcontext, redirect_stdout, suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from io import TextIOWrapper
 from pathlib import Path
+from threading import Lock, local
+from typing import TextIO, cast
 
 
 class WriteErrorsIgnored(TextIOWrapper):
@@ -60,6 +63,40 @@ def reserve_stdout(reserved: bool) -> None:
     _reserved = reserved
 
 
-def plugin_output() -> AbstractContextManager[object]:
-    """Around calls of plugins: what they print goes to stderr if stdout is reserved for a command."""
-    return redirect_stdout(sys.stderr) if _reserved else nullcontext()
+class _ByThread:
+    """Standard output, which is standard error for threads that are in calls of plugins."""
+
+    def __init__(self, own: TextIO) -> None:
+        self.own = own
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(sys.stderr if getattr(_calls, "depth", 0) else self.own, name)
+
+
+_calls, _lock, _running = local(), Lock(), 0
+"""`_calls.depth` is how many calls of plugins the thread is in, `_running` how many all threads are in."""
+
+
+@contextmanager
+def plugin_output() -> Iterator[None]:
+    """Around calls of plugins: what they print goes to stderr if stdout is reserved for a command.
+
+    What other threads print meanwhile goes where it belongs, also if a plugin does not come back.
+    """
+    global _running
+    if not _reserved:
+        yield
+        return
+    with _lock:
+        _running += 1
+        if not isinstance(sys.stdout, _ByThread):
+            sys.stdout = cast(TextIO, _ByThread(sys.stdout))
+    _calls.depth = getattr(_calls, "depth", 0) + 1
+    try:
+        yield
+    finally:
+        _calls.depth -= 1
+        with _lock:
+            _running -= 1
+            if not _running and isinstance(sys.stdout, _ByThread):
+                sys.stdout = sys.stdout.own

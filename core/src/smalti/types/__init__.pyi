@@ -1,9 +1,4 @@
-from .distribution import (
-    Block as Block,
-    DistributedPlan as DistributedPlan,
-    LaunchEntry as LaunchEntry,
-    World as World,
-)
+from .distribution import Block as Block, DistributedPlan as DistributedPlan, LaunchEntry as LaunchEntry, World as World
 from .progress import (
     Outcome as Outcome,
     RankInfo as RankInfo,

@@ -43,12 +43,7 @@ def write_copy(checkpoint: Path, model_files: Sequence[str], config: Config | No
 
 
 def write_weights(
-    folder: Path,
-    tensors: Mapping[str, StoredTensor],
-    read: Read,
-    config: Config | None,
-    *,
-    largest_file: int = LARGEST_FILE,
+    folder: Path, tensors: Mapping[str, StoredTensor], read: Read, config: Config | None, *, largest_file: int = LARGEST_FILE
 ) -> dict[str, FileRecord]:
     """Write complete tensors into an empty folder; returns the files by name. Everything is synced.
 

@@ -110,10 +110,7 @@ class DataOptions(Options):
         tradeoff="no disk space, slower steps and the text encoders in memory",
     )
     data_error_budget: Annotated[float, BeforeValidator(_count_or_share), AfterValidator(_whole_above_one)] = option(
-        0.01,
-        help='Maximum share (0.01 or "1%") or number of unreadable images before the run stops.',
-        level="advanced",
-        ge=0,
+        0.01, help='Maximum share (0.01 or "1%") or number of unreadable images before the run stops.', level="advanced", ge=0
     )
     on_changed_data: Literal["refuse", "continue"] = option(
         "refuse",

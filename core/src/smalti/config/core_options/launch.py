@@ -37,9 +37,7 @@ class LaunchOptions(Options):
         le=65535,
     )
     shared_output_dir: bool = option(
-        True,
-        help="Whether all nodes see the same files in output_dir. If not, checkpoints need a mirror.",
-        level="advanced",
+        True, help="Whether all nodes see the same files in output_dir. If not, checkpoints need a mirror.", level="advanced"
     )
     use_cpu: bool = option(False, help="Train on the CPU even if there is an accelerator.", accelerate="use_cpu")
     accelerate_config: Place = option(

@@ -66,8 +66,7 @@ class TrainingOptions(Options):
 
 class OptimizerOptions(Options):
     optimizer: str = option(
-        "adamw",
-        help="Optimizer: adamw, or one from a package, such as adamw8bit. All are in docs/optimizers.md.",
+        "adamw", help="Optimizer: adamw, or one from a package, such as adamw8bit. All are in docs/optimizers.md."
     )
     learning_rate: float = option(
         1e-4, help="Peak learning rate. Default: 0.0001, with prodigy or prodigy_schedulefree 1.", ge=0
