@@ -31,6 +31,7 @@ from smalti_plan.counting import count_facts
 from smalti_testing import check_family
 from smalti_testing.family_subject import FamilySubject
 from support.commands import commands
+from support.whole import only_whole
 
 TRAINED = "--train_text_encoder"
 LAYER = "encoder.layers.0.self_attn.q_proj"
@@ -56,6 +57,7 @@ def file_of(folder):
     return file
 
 
+@only_whole("plugins/diffusers/tests/test_lora.py::test_the_family_with_an_adapter_keeps_the_contract")
 def test_the_family_keeps_the_contract(made):
     check_family(made.subject.family)
 
