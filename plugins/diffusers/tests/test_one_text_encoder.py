@@ -39,7 +39,7 @@ def of_encoder(found):
     return {name: each for name, each in found.items() if name.startswith("text_encoder.")}
 
 
-@only_whole("plugins/diffusers/tests/test_text_encoders.py::test_the_family_keeps_the_contract")
+@only_whole("plugins/diffusers/tests/test_lora.py::test_the_family_with_an_adapter_keeps_the_contract")
 def test_the_family_keeps_the_contract(made):
     check_family(made.subject.family)
 
