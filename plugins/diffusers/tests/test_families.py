@@ -102,11 +102,11 @@ def drawn(request, family_of):
     if family.name == "qwen_image21":
         pictures = draw("pt") * 2 - 1
     latents = kept(draw("latent"), noise, pipeline)
-    told, step = [], pipeline.scheduler.step
-    pipeline.scheduler.step = lambda answer, *others, **named: (told.append(answer), step(answer, *others, **named))[1]
+    predictions, step = [], pipeline.scheduler.step
+    pipeline.scheduler.step = lambda answer, *others, **named: (predictions.append(answer), step(answer, *others, **named))[1]
     draw("latent", **UNGUIDED.get(request.param, {"guidance_scale": 1.0}))
     captions = CALLS.get(request.param, [EMPTY + PROMPTS])
-    timesteps, prediction = pipeline.scheduler.timesteps, unpacked(torch.cat(told[::2]), noise)
+    timesteps, prediction = pipeline.scheduler.timesteps, unpacked(torch.cat(predictions[::2]), noise)
     return Drawn(family, model, noise, captions, calls, timesteps, prediction, latents, pictures)
 
 

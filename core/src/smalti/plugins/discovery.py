@@ -105,7 +105,9 @@ class _Installed:
 
 @cache
 def _installed(path: tuple[str, ...]) -> dict[str, list[_Installed]]:
-    """Third-party entry points by name, sorted: the order on disk differs between machines. `path` is that of modules.
+    """Third-party entry points by name, sorted: the order on disk differs between machines.
+
+    They are kept for each `path` on which modules are looked for: `sys.path`, which can change.
 
     One package found twice on the path, as an editable install can be, counts once.
     """
