@@ -96,6 +96,14 @@ def test_a_product_is_the_exact_one_of_the_rounded_numbers(kind, rows, width, ou
     assert off(restored(made), plain.weight) < ERRORS[kind]
 
 
+def test_sums_of_the_largest_products_are_exact():
+    """Processors without VNNI add two products in 16 bits."""
+    plain = nn.Linear(64, 32).requires_grad_(False)
+    plain.weight.fill_(1)
+    inputs = torch.ones(32, 64)
+    assert off(layer(plain, "int8")(inputs), plain(inputs)) < 1e-6
+
+
 @both
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_gradients_are_those_of_the_restored_weight(kind, dtype):

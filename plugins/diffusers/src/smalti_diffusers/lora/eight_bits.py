@@ -1,7 +1,7 @@
 """Linear layers of a frozen model that multiply in 8 bits: int8 or e4m3, with a scale for each row of inputs and of the weight.
 
-Inputs are quantised when they come; the weight was when it was loaded. Products are exact sums of products of integers, or fp32
-sums of those of e4m3, and only then scaled. Gradients of inputs come from the restored weight, without rounding them to 8 bits.
+Inputs are quantised when they come; the weight was when it was loaded. Products are exact sums of products of integers (on a CPU
+fp32 sums), or fp32 sums of those of e4m3, and only then scaled. Gradients of inputs come from the restored weight, without rounding them to 8 bits.
 
 Weight and scale are parameters that do not train, kept as integers: FSDP2 casts only floating-point parameters to the type in
 which it gathers, and would cast e4m3 and scales, too. A rank that has some rows of a weight has their scales.
@@ -85,7 +85,9 @@ class _Product(torch.autograd.Function):
 
 
 def _in_int8(numbers: Tensor, scales: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
-    product = torch._int_mm(numbers, weight.t()) * scales
+    """On a CPU in fp32: without VNNI its sums of pairs saturate at 16 bits (oneDNN's int8 on AVX2)."""
+    on_cpu = numbers.device.type == "cpu"
+    product = (numbers.float() @ weight.t().float() if on_cpu else torch._int_mm(numbers, weight.t())) * scales
     return product * scale.t() if bias is None else torch.addcmul(bias, product, scale.t())
 
 
