@@ -145,7 +145,9 @@ def test_a_cache_is_the_same_though_a_node_is_killed_on_the_way(call, data, tmp_
     assert not list(cache.glob(".*"))
 
     draw(data, IMAGES)
-    done = json.loads(call("cache", "encode", f"--cache_dir={cache}", "--json")[1])
+    code, out, errors = call("cache", "encode", f"--cache_dir={cache}", "--json")
+    assert code == 0, errors
+    done = json.loads(out)
     assert (done["images"], done["images_encoded"], done["texts_encoded"]) == (IMAGES + 1, 1, 1)
 
 

@@ -29,20 +29,23 @@ def test_words_come_through_where_somebody_reads_them(tmp_path):
     assert (said.stdout, said.stderr) == ("out\n", "err\n")
 
 
-def test_what_plugins_print_in_several_threads_goes_to_stderr_and_all_else_where_it_belongs(capsys):
+def test_what_plugins_print_goes_to_stderr_in_and_after_their_calls_and_all_else_where_it_belongs(capsys):
     def call(word: str, inside: Event, leave: Event) -> None:
         with plugin_output():
             inside.set()
             leave.wait(60)
             print(word)
+        print(f"{word} in a thread of its own")
 
     reserve_stdout(True)
     try:
-        events = {word: (Event(), Event()) for word in ("first", "second")}
-        threads = {word: Thread(target=call, args=(word, *each)) for word, each in events.items()}
-        for word, thread in threads.items():
-            thread.start()
-            events[word][0].wait(60)
+        with plugin_output():
+            events = {word: (Event(), Event()) for word in ("first", "second")}
+            threads = {word: Thread(target=call, args=(word, *each)) for word, each in events.items()}
+            for word, thread in threads.items():
+                thread.start()
+                events[word][0].wait(60)
+            print("in a call")
         print("while they are in")
         for word, thread in threads.items():  # the first that came goes first
             events[word][1].set()
@@ -50,4 +53,8 @@ def test_what_plugins_print_in_several_threads_goes_to_stderr_and_all_else_where
             print(f"after the {word}")
     finally:
         reserve_stdout(False)
-    assert capsys.readouterr() == ("while they are in\nafter the first\nafter the second\n", "first\nsecond\n")
+    print("later")
+    out, errors = capsys.readouterr()
+    assert out == "while they are in\nafter the first\nafter the second\nlater\n"
+    printed = [line for word in threads for line in (word, f"{word} in a thread of its own")]
+    assert errors.splitlines() == ["in a call", *printed]

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from io import TextIOWrapper
 from pathlib import Path
-from threading import Lock, local
+from threading import get_ident
 from typing import TextIO, cast
 
 
@@ -54,49 +54,36 @@ def flush_standard_streams() -> None:
                 stream.flush()
 
 
-_reserved = False
-
-
 def reserve_stdout(reserved: bool) -> None:
-    """Whether from now on only commands themselves print on stdout, for example JSON. See `plugin_output`."""
-    global _reserved
-    _reserved = reserved
+    """Whether from now on only this thread prints on stdout, outside of calls of plugins, for example JSON.
+
+    What plugins print goes to stderr, from whichever thread. See `plugin_output`.
+    """
+    if isinstance(sys.stdout, _Reserved):
+        sys.stdout = sys.stdout.own
+    if reserved and sys.stdout is not None:  # None in a process that was started without it
+        sys.stdout = cast(TextIO, _Reserved(sys.stdout))
 
 
-class _ByThread:
-    """Standard output, which is standard error for threads that are in calls of plugins."""
+class _Reserved:
+    """Standard output for the thread that makes it, while it is in no call of plugins; standard error for all else."""
 
     def __init__(self, own: TextIO) -> None:
-        self.own = own
+        self.own, self.thread, self.calls = own, get_ident(), 0
 
     def __getattr__(self, name: str) -> object:
-        return getattr(sys.stderr if getattr(_calls, "depth", 0) else self.own, name)
-
-
-_calls, _lock, _running = local(), Lock(), 0
-"""`_calls.depth` is how many calls of plugins the thread is in, `_running` how many all threads are in."""
+        return getattr(self.own if get_ident() == self.thread and not self.calls else sys.stderr, name)
 
 
 @contextmanager
 def plugin_output() -> Iterator[None]:
-    """Around calls of plugins: what they print goes to stderr if stdout is reserved for a command.
-
-    What other threads print meanwhile goes where it belongs, also if a plugin does not come back.
-    """
-    global _running
-    if not _reserved:
+    """Around calls of plugins: what they print goes to stderr if stdout is reserved for a command."""
+    stdout = sys.stdout
+    if not isinstance(stdout, _Reserved) or get_ident() != stdout.thread:
         yield
         return
-    with _lock:
-        _running += 1
-        if not isinstance(sys.stdout, _ByThread):
-            sys.stdout = cast(TextIO, _ByThread(sys.stdout))
-    _calls.depth = getattr(_calls, "depth", 0) + 1
+    stdout.calls += 1
     try:
         yield
     finally:
-        _calls.depth -= 1
-        with _lock:
-            _running -= 1
-            if not _running and isinstance(sys.stdout, _ByThread):
-                sys.stdout = sys.stdout.own
+        stdout.calls -= 1
