@@ -1,7 +1,8 @@
 """Linear layers of a frozen model that multiply in 8 bits: int8 or e4m3, with a scale for each row of inputs and of the weight.
 
-Inputs are quantised when they come; the weight was when it was loaded. Products are exact sums of products of integers (on a CPU
-fp32 sums), or fp32 sums of those of e4m3, and only then scaled. Gradients of inputs come from the restored weight, without rounding them to 8 bits.
+Inputs are quantised when they come; the weight was when it was loaded. Products are exact sums of products of integers (fp32
+sums on a CPU), or fp32 sums of those of e4m3, and only then scaled. Gradients of inputs come from the restored weight, without
+rounding them to 8 bits.
 
 Weight and scale are parameters that do not train, kept as integers: FSDP2 casts only floating-point parameters to the type in
 which it gathers, and would cast e4m3 and scales, too. A rank that has some rows of a weight has their scales.
