@@ -21,6 +21,8 @@ _ROUND_SECONDS = 0.5
 _PROGRESS_SECONDS = 5.0
 _NOTICE_SECONDS = 30.0
 _STOP_SECONDS = 60.0
+_ENVIRONMENT = {"MALLOC_ARENA_MAX": "1"}
+"""An actor's methods run in other threads than the main one, whose arenas glibc gives back to the system after each image."""
 _LOST = 3
 """How many workers a task, or the start of workers, may cost."""
 
@@ -127,7 +129,10 @@ class Workers:
         import ray
 
         reserved = {"num_cpus": self.options.engine_cpus, "num_gpus": self.gpus}
-        handle: Any = ray.remote(Worker).options(**reserved, max_concurrency=2, scheduling_strategy="SPREAD").remote()
+        actor = ray.remote(Worker).options(
+            **reserved, max_concurrency=2, scheduling_strategy="SPREAD", runtime_env={"env_vars": _ENVIRONMENT}
+        )
+        handle: Any = actor.remote()
         self._actors.append(_Actor(handle, handle.facts.remote()))
 
     def _end(self, actor: _Actor) -> None:
