@@ -26,6 +26,7 @@ COMMON = {
 PIPELINE_MODULES = {
     "anima": "diffusers.modular_pipelines.anima",
     "auraflow": "diffusers.pipelines.aura_flow.pipeline_aura_flow",
+    "bria": "diffusers.pipelines.bria.pipeline_bria",
     "chroma": "diffusers.pipelines.chroma.pipeline_chroma",
     "cosmos": "diffusers.pipelines.cosmos.pipeline_cosmos2_text2image",
     "ernie": "diffusers.pipelines.ernie_image.pipeline_ernie_image",

@@ -10,7 +10,7 @@ from support.whole import some
 
 OTHERS = (
     *("sd3", "flux2", "pixart", "sana", "auraflow", "lumina2", "qwen_image", "z_image", "chroma", "ernie", "anima"),
-    *("cosmos", "krea2", "ideogram", "longcat_image", "ovis_image", "qwen_image21"),
+    *("bria", "cosmos", "krea2", "ideogram", "longcat_image", "ovis_image", "qwen_image21"),
 )
 RUNS = {
     "sdxl": {"family": "sdxl", "flags": ["fsdp_enable", "use_ema"]},

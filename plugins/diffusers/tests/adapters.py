@@ -30,7 +30,7 @@ from smalti_testing.strategies import SingleRank
 
 RANK, ALPHA = 4, 6.0
 FAMILIES = (
-    *("anima", "auraflow", "chroma", "cosmos", "ernie", "flux", "flux2", "ideogram", "krea2", "lumina2", "ovis_image"),
+    *("anima", "auraflow", "bria", "chroma", "cosmos", "ernie", "flux", "flux2", "ideogram", "krea2", "lumina2", "ovis_image"),
     *("hidream", "longcat_image", "pixart", "qwen_image", "qwen_image21", "sana", "sd1x", "sd2x", "sd3", "sdxl", "z_image"),
 )
 

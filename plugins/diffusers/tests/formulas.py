@@ -162,6 +162,9 @@ def longcat_image(c, n, m):
     return ends + once + modulation + (c.num_layers + c.num_single_layers) * (24 * t * d * d + attention(t, t, d))
 
 
+bria = longcat_image
+
+
 def hidream(c, n, m):
     """Of an image that is not square, which is padded."""
     d, m = width_of(c), 3 * m  # T5, the last layer of Llama, and the one of the block

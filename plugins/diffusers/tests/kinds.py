@@ -14,6 +14,7 @@ MAKERS = {
     "flux": ("flux", tiny.flux, {}),
     "flux schnell": ("flux", tiny.flux, {"guidance": False}),
     "chroma": ("chroma", tiny.chroma, {}),
+    "bria": ("bria", tiny.bria, {}),
     "ernie": ("ernie", tiny.ernie, {}),
     "flux2 klein": ("flux2", tiny.flux2, {}),
     "flux2 klein distilled": ("flux2", tiny.flux2, {"distilled": True}),
@@ -55,7 +56,7 @@ EMPTY = [""] * len(PROMPTS)
 SIZE = (96, 64)
 GUIDANCE = 3.5
 # What pipelines take as latents, where that is not what smalti calls so.
-PACKED = ("flux", "chroma", "krea2", "longcat_image", "ovis_image", "qwen_image")
+PACKED = ("flux", "bria", "chroma", "krea2", "longcat_image", "ovis_image", "qwen_image")
 GIVEN = {"ideogram": FLAT.pack, "qwen_image21": FLAT.pack, **dict.fromkeys(PACKED, pack)}
 # What a run says to the pipeline where the pipeline's own default would be another one.
 TOLD = {

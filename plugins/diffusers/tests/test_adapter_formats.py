@@ -62,8 +62,8 @@ def test_load_lora_weights_reads_the_file_with_the_strength_of_the_run(adapter, 
     assert (expected - before).norm() > 100 * (expected - found).norm()
 
 
-@compares("formats of adapters", ["cosmos", "longcat_image", "ovis_image", "pixart", "sdxl"], "peft")
-@pytest.mark.parametrize("name", some(("cosmos", "longcat_image", "ovis_image", "pixart", "sdxl"), "pixart", "sdxl"))
+@compares("formats of adapters", ["bria", "cosmos", "longcat_image", "ovis_image", "pixart", "sdxl"], "peft")
+@pytest.mark.parametrize("name", some(("bria", "cosmos", "longcat_image", "ovis_image", "pixart", "sdxl"), "pixart", "sdxl"))
 def test_peft_reads_its_own_format(adapter, tmp_path, name):
     from peft import PeftModel
 

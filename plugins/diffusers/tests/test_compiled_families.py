@@ -13,6 +13,7 @@ FAMILIES = (
     *(
         "anima",
         "auraflow",
+        "bria",
         "chroma",
         "ernie",
         "flux",

@@ -24,12 +24,13 @@ KINDS = {
     "sd3.5": ("sd3", {"newer": True}),
     "pixart": ("pixart", {}),
     "auraflow": ("auraflow", {}),
+    "bria": ("bria", {}),
     "longcat image": ("longcat_image", {}),
     "ovis image": ("ovis_image", {}),
     "qwen image": ("qwen_image", {}),
 }
 EVERY = [*product(KINDS, ("allgather", "alltoall"))]
-AS_FLUX = ("longcat image", "ovis image")
+AS_FLUX = ("bria", "longcat image", "ovis image")
 KEPT = [("flux", "alltoall"), *((kind, "allgather") for kind in KINDS if kind not in ("flux", "sd3", *AS_FLUX))]
 
 

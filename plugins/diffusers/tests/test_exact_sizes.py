@@ -13,6 +13,7 @@ from published import published
 from smalti.models import dry_run
 from smalti_diffusers.families.anima import Anima
 from smalti_diffusers.families.auraflow import AuraFlow
+from smalti_diffusers.families.bria import Bria
 from smalti_diffusers.families.chroma import Chroma
 from smalti_diffusers.families.cosmos import Cosmos
 from smalti_diffusers.families.ernie import Ernie
@@ -42,6 +43,7 @@ from support.whole import some
 MODELS = {
     "flux dev": (Flux, "dev"),
     "chroma": (Chroma, "hd"),
+    "bria": (Bria, "3.2"),
     "ernie": (Ernie, "base"),
     "flux2 klein 4b": (Flux2, "klein-base-4b"),
     "flux2 klein 9b": (Flux2, "klein-base-9b"),
@@ -72,6 +74,7 @@ MODELS = {
 KEPT = (
     "flux dev",
     "chroma",
+    "bria",
     "ernie",
     "flux2 dev",
     "sd3.5 medium",
@@ -94,6 +97,7 @@ KEPT = (
 PARAMETERS = {
     "flux dev": 11_901_408_320,
     "chroma": 8_899_983_424,
+    "bria": 3_785_669_392,
     "ernie": 8_033_490_048,
     "flux2 klein 4b": 3_875_544_576,
     "flux2 klein 9b": 9_078_581_248,

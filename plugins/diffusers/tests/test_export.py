@@ -35,6 +35,7 @@ from smalti_validation.png import image_settings
 
 IN_PROCESS = (
     "auraflow",
+    "bria",
     "chroma",
     "cosmos",
     "ernie",

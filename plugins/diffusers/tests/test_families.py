@@ -402,7 +402,8 @@ def test_a_pipeline_with_the_former_name_of_its_class_is_the_same(family_of, tmp
 
 
 @pytest.mark.parametrize(
-    ("kind", "dtype"), [("pixart sigma", "fp32"), ("pixart alpha", "bf16"), ("auraflow", "fp32"), ("flux", "bf16")]
+    ("kind", "dtype"),
+    [("pixart sigma", "fp32"), ("pixart alpha", "bf16"), ("auraflow", "fp32"), ("bria", "fp32"), ("flux", "bf16")],
 )
 def test_the_autoencoder_of_stable_diffusion_xl_computes_in_fp32_on_accelerators(family_of, kind, dtype):
     family = family_of(kind)
@@ -440,6 +441,7 @@ def contract(kind, length=24):
 
 TestFlux = contract("flux")
 TestChroma = contract("chroma")
+TestBria = contract("bria")
 TestErnie = contract("ernie")
 TestFlux2 = contract("flux2 klein")
 TestStableDiffusion3 = contract("sd3.5")

@@ -45,7 +45,7 @@ LEFT_OUT = {
         r"Wuerstchen\w+",
     ),
     "nobody has written its family yet": (
-        *("Bria(Fibo|Fibo2)?", "CogView3Plus", "CogView4"),
+        *("BriaFibo2?", "CogView3Plus", "CogView4"),
         *("DreamLite(Mobile)?", "Flux3Modular", "GlmImage", "HunyuanDiT", "HunyuanImage"),
         *("Kandinsky5T2I", "Kolors", "Lumina", "NucleusMoEImage", "OmniGen"),
         "PRX(Pixel)?",

@@ -17,6 +17,7 @@ SOLVERS = [
         for kind in ("flux", "flux2 klein", "sd3", "sana", "auraflow", "ovis image")
         for name in ("euler", "unipc", "dpm++")
     ),
+    ("bria", "euler"),
     *((kind, name) for kind in (*SIGMAS, "hidream") for name in ("euler", "unipc")),
     *((kind, name) for kind in ("sdxl", "pixart sigma") for name in ("ddim", "euler", "heun", "unipc", "dpm++")),
 ]
@@ -69,6 +70,7 @@ def test_a_chosen_scheduler_gives_the_images_of_the_pipeline_with_it(family_of):
     [
         ("flux", "ddim", (), "because its model is one of rectified flow"),
         ("lumina2", "dpm++", (), "because its pipeline computes the noise levels itself"),
+        ("bria", "unipc", (), "shifts noise levels by size for FlowMatchEulerDiscreteScheduler alone"),
         ("sdxl", "heun", ("--rescale_betas_zero_snr",), "because the noise schedule of the run ends in pure noise"),
     ],
 )

@@ -38,13 +38,13 @@ HERE = {
         {"model_flavour": "klein-9b", "lora_alpha": 128, "lora_rank": 128},
     ),
     "cosmos": (tiny.cosmos, preset(4, Attention=25), {}),
+    "bria": (tiny.bria, preset(4, BriaTransformer2DModel=25), {}),
     "longcat_image": (tiny.longcat_image, preset(16, LongCatImageTransformer2DModel=16), {"model_flavour": "final"}),
 }
 COSMOS3 = preset(4, Cosmos3PackedMoTAttention=25)
 KANDINSKY = preset(4, Kandinsky5Attention=2, Kandinsky5FeedForward=4)
 ELSEWHERE = {
     "boogu_image": (1, WITHOUT_REFERENCES),
-    "bria": (1, preset(4, BriaTransformer2DModel=25)),
     "stable_cascade": (1, ATTENTION_AND_FEED_FORWARD),
     "cosmos3": (14, COSMOS3),
     "kandinsky5-image": (2, KANDINSKY),

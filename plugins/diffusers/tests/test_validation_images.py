@@ -64,6 +64,9 @@ def test_a_negative_prompt_is_what_the_pipeline_makes_of_it(family_of, kind):
     argument = {"negative_prompt": given}
     if kind == "flux2 klein":  # whose pipeline takes it encoded only
         argument = {"negative_prompt_embeds": family.encoder.encode_prompt(given, device="cpu")[0]}
+    if kind == "bria":  # whose pipeline asks only the first of a list whether it is empty
+        each = [family.encoder.encode_prompt([text], negative_prompt=[text])[1] for text in given]
+        argument = {"negative_prompt_embeds": torch.cat(each)}
     model = model_of(family)
     mine, plain = sampled(family, model, negative_prompts=NEGATIVE), sampled(family, model)
     theirs = of_pipeline(family, kind, **argument)

@@ -33,6 +33,7 @@ from diffusers import (
 from tiny_newer import (
     NoGuardrail as NoGuardrail,
     anima as anima,
+    bria as bria,
     chroma as chroma,
     cosmos as cosmos,
     cosmos_transformer as cosmos_transformer,

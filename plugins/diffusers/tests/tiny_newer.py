@@ -8,6 +8,8 @@ from diffusers import (
     AnimaAutoBlocks,
     AnimaTextConditioner,
     AutoencoderKLWan,
+    BriaPipeline,
+    BriaTransformer2DModel,
     ChromaPipeline,
     ChromaTransformer2DModel,
     Cosmos2TextToImagePipeline,
@@ -82,6 +84,28 @@ def chroma(folder: Path) -> Path:
     ChromaPipeline(
         scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0),
         vae=vae(4, shift_factor=0.1, scaling_factor=0.4, use_quant_conv=False, use_post_quant_conv=False),
+        text_encoder=t5_encoder(),
+        tokenizer=t5_tokenizer(),
+        transformer=transformer,
+    ).save_pretrained(folder)
+    return folder
+
+
+def bria(folder: Path) -> Path:
+    """Bria 3.2, with the autoencoder of Stable Diffusion XL."""
+    torch.manual_seed(0)
+    transformer = BriaTransformer2DModel(
+        in_channels=16,
+        num_layers=2,
+        num_single_layers=2,
+        attention_head_dim=16,
+        num_attention_heads=2,
+        joint_attention_dim=32,
+        axes_dims_rope=[0, 8, 8],
+    )
+    BriaPipeline(
+        scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0, use_dynamic_shifting=True),
+        vae=vae(4, scaling_factor=0.4),
         text_encoder=t5_encoder(),
         tokenizer=t5_tokenizer(),
         transformer=transformer,

@@ -13,6 +13,7 @@ FLAVOURS: Mapping[str, Mapping[str, str]] = {
     "anima": {"base-1.0": "circlestone-labs/Anima-Base-v1.0-Diffusers"},
     "cosmos": {"2b": "nvidia/Cosmos-Predict2-2B-Text2Image", "14b": "nvidia/Cosmos-Predict2-14B-Text2Image"},  # after Anima
     "auraflow": {"0.3": "fal/AuraFlow-v0.3", "0.2": "fal/AuraFlow-v0.2", "0.1": "fal/AuraFlow"},
+    "bria": {"3.2": "briaai/BRIA-3.2"},
     "ernie": {"base": "baidu/ERNIE-Image"},
     "flux": {"dev": "black-forest-labs/FLUX.1-dev", "schnell": "black-forest-labs/FLUX.1-schnell"},
     "chroma": {"hd": "lodestones/Chroma1-HD"},  # after Flux.1: an adapter of attention layers fits both, and the first is taken
@@ -64,6 +65,7 @@ GATED = frozenset(
         "black-forest-labs/FLUX.2-dev",
         "black-forest-labs/FLUX.2-klein-9B",
         "black-forest-labs/FLUX.2-klein-base-9B",
+        "briaai/BRIA-3.2",
         "stabilityai/stable-diffusion-3-medium-diffusers",
         "stabilityai/stable-diffusion-3.5-large",
         "stabilityai/stable-diffusion-3.5-medium",

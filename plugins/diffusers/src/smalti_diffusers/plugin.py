@@ -21,6 +21,7 @@ def _entry(name: str, title: str, cls: str) -> FamilyEntry:
 FAMILIES = (
     _entry("anima", "Anima", "Anima"),
     _entry("auraflow", "AuraFlow", "AuraFlow"),
+    _entry("bria", "Bria 3.2", "Bria"),
     _entry("chroma", "Chroma", "Chroma"),
     _entry("cosmos", "Cosmos-Predict2", "Cosmos"),
     _entry("ernie", "ERNIE-Image", "Ernie"),

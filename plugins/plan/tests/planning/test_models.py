@@ -22,6 +22,7 @@ OTHERS = (
     *(
         "anima",
         "auraflow",
+        "bria",
         "chroma",
         "cosmos",
         "ernie",

@@ -57,6 +57,7 @@ class Tools:
 TOOLS: Mapping[str, Tools] = {
     "anima": Tools(comfyui="kohya", kohya=True, module="networks.lora_anima"),
     "auraflow": Tools(comfyui="diffusers", kohya=False),
+    "bria": Tools(diffusers=False, comfyui=None, kohya=False),
     "chroma": Tools(comfyui="diffusers", kohya=True, module="networks.lora_flux"),
     "cosmos": Tools(diffusers=False, comfyui="kohya", kohya=False),
     "ernie": Tools(comfyui="kohya", kohya=False, original=False),
