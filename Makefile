@@ -44,7 +44,7 @@ quick: $(VENV)/dev.done
 # Of many cases for one promise, those that take each way through the code once; test-whole runs all (tests/support/whole.py).
 test-whole: export TEST_CASES := whole
 test test-whole: $(VENV)/dev.done $(VENV)/compiled.done
-	$(TEST_ENV) $(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder --maxfail=10 --durations=20 $(ARGS)
+	$(TEST_ENV) $(BIN)/python tests/support/forked_workers.py 4 --dist loadfile --no-loadscope-reorder --maxfail=10 --durations=20 $(ARGS)
 
 # What needs CUDA's parts of torch, on builds for CUDA as pip installs them for users; no GPU, but 6 GB for each version.
 CUDA_TORCH ?= 2.13.0 2.15.0

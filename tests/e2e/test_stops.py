@@ -83,11 +83,11 @@ def test_a_run_whose_terminal_is_closed_saves_and_leaves(tmp_path, start, ranks)
 
 @pytest.mark.parametrize("ranks", some([1, 2], 2))
 def test_a_run_whose_words_nobody_reads_any_more_trains_to_its_end(tmp_path, start, ranks):
-    run = start(tmp_path / "run", max_train_steps=60, train_batch_size=4, num_processes=ranks, checkpoint_step_interval=2)
+    run = start(tmp_path / "run", max_train_steps=20, train_batch_size=4, num_processes=ranks, checkpoint_step_interval=2)
     run.process.stdout.readline()
     run.process.stdout.close()
     assert run.process.wait(120) == 0
-    assert CheckpointStore(tmp_path / "run/checkpoints").latest().name == "step-00000060"
+    assert CheckpointStore(tmp_path / "run/checkpoints").latest().name == "step-00000020"
 
 
 def test_the_second_interrupt_ends_every_process_at_once(tmp_path, start):

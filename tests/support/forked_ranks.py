@@ -28,6 +28,7 @@ import psutil
 from smalti.types import World
 from smalti_testing.pytest import ParallelContract
 from smalti_testing.ranks import RankProcesses
+from support.forked_workers import python
 from support.imports import import_for_runs
 
 HEAVY = ("smalti_testing.rank", "smalti_testing.strategies")
@@ -130,7 +131,7 @@ class ForkServer:
         path = os.pathsep.join(filter(None, (*helpers, os.environ.get("PYTHONPATH"))))
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", module, str(theirs.fileno())],
+                [*(python() if module == __name__ else [sys.executable]), "-m", module, str(theirs.fileno())],
                 env={"OMP_NUM_THREADS": "1", **os.environ, "PYTHONPATH": path},
                 pass_fds=(theirs.fileno(),),
                 stdin=subprocess.DEVNULL,

@@ -122,6 +122,7 @@ def account(folder: Path, *, forked: bool = True) -> dict[str, str]:
         "PATH": f"{folder}/bin{os.pathsep}{os.environ['PATH']}",
         "PIP_NO_INDEX": "1",
         "PIP_NO_BUILD_ISOLATION": "0",  # which pip reads as: without isolation
+        "PIP_NO_WARN_CONFLICTS": "0",  # the same way: it does not look for conflicts among all that was there before
         "OMP_NUM_THREADS": "1",
         "HF_HOME": str(folder / "hf"),
     }

@@ -67,6 +67,20 @@ def module_of(command: Sequence[str]) -> int | None:
 
 def run_command(command: Sequence[str], environment: Mapping[str, str], folder: str) -> None:
     """Become the command: run the module as a new interpreter would, and end this process."""
+    take_place(command, environment, folder)
+    place = module_of(command)
+    assert place is not None, (command, sys.executable)
+    name = command[place]
+    if "launch.worker" not in name:
+        start_children_from_fork()
+    open_streams(unbuffered="-u" in command or "PYTHONUNBUFFERED" in environment)
+    sys.argv = list(command[place:])
+    sys.modules.pop(name, None)
+    end_with(partial(runpy.run_module, name, run_name="__main__", alter_sys=True))
+
+
+def take_place(command: Sequence[str], environment: Mapping[str, str], folder: str) -> None:
+    """What a new interpreter finds: environment, directory, handlers of signals, and where it looks for modules."""
     os.chdir(folder)
     os.environ.clear()
     os.environ.update(environment)
@@ -77,17 +91,13 @@ def run_command(command: Sequence[str], environment: Mapping[str, str], folder: 
     added = [each for each in environment.get("PYTHONPATH", "").split(os.pathsep) if each and each not in sys.path]
     sys.path[:0] = ["", *added]
     invalidate_caches()
-    place = module_of(command)
-    assert place is not None, (command, sys.executable)
-    name = command[place]
-    if "launch.worker" not in name:
-        start_children_from_fork()
-    _open_streams(unbuffered="-u" in command or "PYTHONUNBUFFERED" in environment)
-    sys.argv = list(command[place:])
-    sys.modules.pop(name, None)
+
+
+def end_with(act: Callable[[], object]) -> None:
+    """Do this and end the process as an interpreter does."""
     code = 1
     try:
-        runpy.run_module(name, run_name="__main__", alter_sys=True)
+        act()
         code = 0
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else int(end.code is not None)
@@ -104,7 +114,7 @@ def run_command(command: Sequence[str], environment: Mapping[str, str], folder: 
         os._exit(code)
 
 
-def _open_streams(*, unbuffered: bool) -> None:
+def open_streams(*, unbuffered: bool) -> None:
     """The standard streams as a new interpreter opens them: those of this process may remember another kind of file."""
     sys.stdin = sys.__stdin__ = open(0, encoding="utf-8", closefd=False)  # noqa: SIM115
     for number, name in enumerate(("stdout", "stderr"), start=1):
@@ -225,7 +235,7 @@ def _become(line: socket.socket, parent: int, order: dict, descriptors: Sequence
     line.close()
     while os.getppid() != parent:  # adopted when the process between has ended
         time.sleep(0.001)
-    _take(descriptors, order["passed"])
+    take_descriptors(descriptors, order["passed"])
     if order["session"]:
         os.setsid()
     if order["terminal"]:
@@ -238,7 +248,7 @@ def _run_for_script(listener: socket.socket) -> None:
     text, descriptors, *_ = socket.recv_fds(connection, _LONGEST, 3)
     order = json.loads(text)
     if (child := os.fork()) == 0:
-        _take(descriptors, ())
+        take_descriptors(descriptors, ())
         site.addsitedir(order["site"])
         run_command(order["command"], order["environment"], order["folder"])
     _, status = os.waitpid(child, 0)
@@ -251,7 +261,7 @@ def take_terminal() -> None:
     fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 
 
-def _take(descriptors: Sequence[int], passed: Sequence[int]) -> None:
+def take_descriptors(descriptors: Sequence[int], passed: Sequence[int]) -> None:
     """These become the standard streams, and the others get the numbers they had; all else is closed."""
     wanted = [0, 1, 2, *passed]
     high = max([*descriptors, *wanted]) + 1

@@ -57,9 +57,8 @@ class Selection:
 def load_plugins(selection: Selection | None = None, *, strict: bool = True) -> Plugins:
     """The built-in and the selected installed plugins, in the same order on every machine.
 
-    With `strict`, a plugin that cannot be used stops with its name, distribution, version, the reason and the way round: it
-    cannot be imported, does not fit this version, or two packages provide it. Without, it is only listed as such (for `smalti
-    plugins`).
+    With `strict`, one that cannot be imported, does not fit this version or is in two packages stops with its name, package,
+    version, the reason and the way round. Without, it is only listed as such (for `smalti plugins`).
     """
     selection = selection or Selection()
     plugins = Plugins()
@@ -107,9 +106,8 @@ class _Installed:
 def _installed(path: tuple[str, ...]) -> dict[str, list[_Installed]]:
     """Third-party entry points by name, sorted: the order on disk differs between machines.
 
-    They are kept for each `path` on which modules are looked for: `sys.path`, which can change.
-
-    One package found twice on the path, as an editable install can be, counts once.
+    They are kept for each `path` on which modules are looked for: `sys.path`, which can change. One package that is found twice
+    on it, as an editable install can be, counts once.
     """
     found: dict[str, dict[str, _Installed]] = {}
     for entry in entry_points(group=GROUP):
@@ -179,7 +177,7 @@ def _version_mismatch(installed: _Installed, own: str) -> str | None:
     from packaging.requirements import Requirement
     from packaging.utils import canonicalize_name
 
-    for text in installed.requires:
+    for text in (each for each in installed.requires if each.lower().startswith("smalti")):  # to parse the others takes longer
         requirement = Requirement(text)
         applies = requirement.marker is None or requirement.marker.evaluate({"extra": ""})
         ours = applies and canonicalize_name(requirement.name) == "smalti"

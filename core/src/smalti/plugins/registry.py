@@ -68,6 +68,8 @@ class Plugins:
         self._manager = pluggy.PluginManager(PROJECT)
         self._manager.add_hookspecs(HookSpecs)
         self._manager.add_hookcall_monitoring(lambda *_: None, self._attribute)
+        marked = self._manager.parse_hookimpl_opts  # asked of every attribute, most of which are those of any object
+        vars(self._manager)["parse_hookimpl_opts"] = lambda plugin, name: None if name[:2] == "__" else marked(plugin, name)
 
     # --- registering ------------------------------------------------------------------------------------------------
 
