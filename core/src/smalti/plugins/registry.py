@@ -58,6 +58,13 @@ class PluginInfo:
         return Origin(plugin=self.name, distribution=self.distribution, version=self.version, built_in=self.built_in)
 
 
+class _Manager(pluggy.PluginManager):
+    """Looks for hooks in no attribute that any object has, which are most of those of a plugin."""
+
+    def parse_hookimpl_opts(self, plugin: object, name: str) -> pluggy.HookimplOpts | None:
+        return None if name.startswith("__") else super().parse_hookimpl_opts(plugin, name)
+
+
 @dataclass(kw_only=True)
 class Plugins:
     """The registered plugins: calls their hooks, and notes on an exception which plugin raised it."""
@@ -65,11 +72,9 @@ class Plugins:
     infos: dict[str, PluginInfo] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self._manager = pluggy.PluginManager(PROJECT)
+        self._manager = _Manager(PROJECT)
         self._manager.add_hookspecs(HookSpecs)
         self._manager.add_hookcall_monitoring(lambda *_: None, self._attribute)
-        marked = self._manager.parse_hookimpl_opts  # asked of every attribute, most of which are those of any object
-        vars(self._manager)["parse_hookimpl_opts"] = lambda plugin, name: None if name[:2] == "__" else marked(plugin, name)
 
     # --- registering ------------------------------------------------------------------------------------------------
 
