@@ -1,7 +1,7 @@
 """Encoding for a run on a Ray cluster of two nodes: CPU seconds an image of all its processes, against one process without Ray,
 and the peak memory of Ray's object store for ten times as many images.
 
-Latents and captions of a tiny SDXL. What a start costs is left out: each side encodes two datasets, both of them of enough images
+Latents and captions of a tiny SDXL. What a start costs is left out: each side encodes two datasets, both of enough images
 for two workers, and the difference counts. Most of the CPU time of an image is its file and its entry in the cache, since the
 model is small; with a real one it is less.
 """
