@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from hashlib import sha256
 from typing import TYPE_CHECKING
 
 from smalti import Config
+from smalti.config import CheckpointOptions, TrainingOptions
 from smalti.training import PeriodicWork, Run, attempt, is_due
 from smalti_validation.base_model import sample_base_model
 from smalti_validation.eval_mode import eval_mode
@@ -19,6 +22,10 @@ from smalti_validation.validation import sampling_request, validate
 if TYPE_CHECKING:
     from smalti.data import DatasetSpec
     from smalti.models import ModelFamily
+
+
+_LONG = 20
+"""Seconds. SLURM and Kubernetes kill a run 30 seconds after they have asked it to stop, which it does after the images."""
 
 
 class Validation(PeriodicWork):
@@ -39,6 +46,8 @@ class Validation(PeriodicWork):
         self.inputs = f"validation prompts {sha256(repr(self.prompts).encode()).hexdigest()[:8]}"
         self.base_images: Collection[str] = ()
         """The names of the images that the model before training made of the prompts, if they are there."""
+        self._seconds: float | None = None
+        """What the last images took."""
 
     def check(self, family: ModelFamily, datasets: Sequence[DatasetSpec]) -> list[str]:
         return check_validation(self.config, self.prompts, family)
@@ -58,7 +67,28 @@ class Validation(PeriodicWork):
         )
 
     def run(self, run: Run) -> None:
+        self._save_before(run)
+        begun = time.monotonic()
         validate(run, self.prompts, self.base_images)
+        self._seconds = time.monotonic() - begun
+
+    def _save_before(self, run: Run) -> None:
+        """Save the step if its images take long, unless it is saved, or the run saves no intermediate steps. *Collective*."""
+        saved = run.boundary.final or run.state.step in (run.saved_step, run.saver.pending_step)
+        if saved or not run.config[CheckpointOptions].checkpoint_step_interval:
+            return
+        seconds = self._estimated_seconds(run) if self._seconds is None else self._seconds
+        if run.parallel.all_reduce_max(math.ceil(seconds)) > _LONG:
+            from smalti.training import save  # which a launcher that checks the run does not need
+
+            save(run, last=False)
+
+    def _estimated_seconds(self, run: Run) -> float:
+        """Two forward passes of an inference step are taken to cost half of a forward and a backward pass of a micro-batch."""
+        planned = planned_images(self.config, self.prompts, run.family.alignment)
+        batches = math.ceil(len(planned) / (self.options.validation_batch_size * run.world.data_size))
+        micro = (run.step_times.p95 or 0) / run.config[TrainingOptions].gradient_accumulation_steps
+        return batches * self.options.validation_num_inference_steps * micro / 2
 
     def rehearsal(self, run: Run) -> Callable[[], object]:
         """One batch of the largest images, in one step."""
