@@ -109,7 +109,7 @@ def test_commands_are_grouped(out):
 
 def test_plugins_are_listed_with_what_they_add_and_hooks_on_request(out):
     lines = {line.split()[0]: line for line in out("plugins").splitlines()}
-    assert "families: anima, auraflow, chroma, " in lines["diffusers"]
+    assert "families: anima, auraflow, bria, chroma, " in lines["diffusers"]
     assert "commands: detect-blocks; " not in lines["diffusers"]
     assert "commands: detect-blocks" in lines["fsdp2"]
     assert "commands: checkpoint export" in lines["export"]
