@@ -1,5 +1,7 @@
 """The Makefile: ARGS reach every command that they are for, and pip prints errors only."""
 
+import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -18,6 +20,15 @@ def test_both_trainings_of_the_demo_get_the_arguments():
     lines = make("--dry-run", "demo", "ARGS=--mixed_precision=no").splitlines()
     trainings = [line.split() for line in lines if "smalti train" in line]
     assert ["--mixed_precision=no" in words for words in trainings] == [True, True]
+
+
+def test_the_demo_installs_what_its_commands_need():
+    called = {tuple(words.split()[:2]) for words in re.findall(r"smalti ([a-z ]+)", make("--dry-run", "demo"))}
+    installed = re.findall(r"^-e \./plugins/(\w+)", (ROOT / "requirements-demo.txt").read_text(), flags=re.MULTILINE)
+    packages = json.loads((ROOT / "core/src/smalti/config/known_packages.json").read_text())
+    absent = [command for each in packages if each["plugin"] not in installed for command in each.get("commands", ())]
+    assert [command for command in absent if tuple(command.split()) in called] == []
+    assert ("checkpoint", "inspect") in called
 
 
 def test_pip_says_what_fails_and_nothing_of_folders_that_are_not_there(tmp_path):
