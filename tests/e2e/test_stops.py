@@ -115,20 +115,24 @@ def test_many_signals_within_moments_are_one_stop_that_saves(tmp_path, start):
     assert "ended with exit code 6: preempted at step" in output
 
 
-def test_a_run_that_is_killed_while_it_draws_for_long_resumes_from_that_step(tmp_path, start):
+@pytest.mark.parametrize("ranks", some([1, 2], 2))
+def test_a_run_that_is_killed_while_it_draws_for_long_resumes_from_that_step(tmp_path, start, train, ranks):
     """It saves that step first, though it is not yet time."""
     prompts = [f"circle number {number}" for number in range(40)]
     slow = {"validation_prompt": prompts, "validation_step_interval": 3, "validation_num_inference_steps": 1000}
-    run = start(tmp_path / "run", **ENDLESS | slow, checkpoint_step_interval=1000)
+    run = start(tmp_path / "run", **ENDLESS | slow, checkpoint_step_interval=1000, num_processes=ranks)
     saved, deadline = CheckpointStore(tmp_path / "run/checkpoints"), time.monotonic() + 90
     while saved.latest() is None:
         assert run.process.poll() is None, run.process.communicate()[0]
         assert time.monotonic() < deadline
         time.sleep(0.05)
-    run.process.kill()
+    for each in [*psutil.Process(run.process.pid).children(recursive=True), run.process]:
+        each.kill()
     _, output = run.wait()
     assert (saved.latest().name, "step      4/" in output) == ("step-00000003", False), output
     assert not list((tmp_path / "run/samples").glob("*/*.png"))
+    resumed = train(tmp_path / "run", **ENDLESS | {"max_train_steps": 5, "num_processes": ranks})
+    assert (resumed.code, "step-00000003 at step 3" in resumed.output) == (0, True), resumed.output
 
 
 def test_another_shell_can_watch_save_draw_and_stop(tmp_path, start):
