@@ -25,7 +25,8 @@ from diffusers.optimization import get_scheduler
 from PIL import Image
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
-from transformers import AutoTokenizer, CLIPTextModel, CLIPTextModelWithProjection
+from transformers.models.auto import AutoTokenizer
+from transformers.models.clip import CLIPTextModel, CLIPTextModelWithProjection
 
 
 def main() -> None:

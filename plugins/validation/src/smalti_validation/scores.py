@@ -136,7 +136,7 @@ class Clip(Vision):
 
     def texts(self, texts: Sequence[str]) -> Tensor:
         """Features (I, D) in host memory; a text ends where the model's context does."""
-        from transformers import AutoTokenizer
+        from transformers.models.auto import AutoTokenizer
 
         tokenizer = AutoTokenizer.from_pretrained(self.folder, local_files_only=True)
         most = self.model.config.text_config.max_position_embeddings
