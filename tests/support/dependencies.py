@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 from packaging.requirements import Requirement
@@ -76,13 +76,17 @@ class Clone:
     def __init__(self, place: Path, tests: Sequence[str]) -> None:
         self.place, self.tests = place, list(tests)
         subprocess.run(["git", "clone", "--quiet", ROOT, place], check=True)
-        loosen(place)
 
     def install(self, constraints: Mapping[str, str]) -> bool:
         """Install everything within these constraints. Whether they go together."""
+        loosen(self.place)
         lines = "".join(f"{name}=={number}\n" for name, number in constraints.items())
         (self.place / "constraints.txt").write_text(lines, encoding="utf-8")
-        return subprocess.run(["make", ".venv/dev.done"], cwd=self.place, check=False).returncode == 0
+        installed = subprocess.run(["make", ".venv/dev.done"], cwd=self.place, check=False).returncode == 0
+        subprocess.run(["git", "checkout", "--quiet", "."], cwd=self.place, check=True)  # tests read the files of the commit
+        for done in self.place.glob(".venv/*.done"):
+            done.touch()
+        return installed
 
     def versions(self) -> dict[str, str]:
         """Of what is installed."""
@@ -93,7 +97,7 @@ class Clone:
         """Whether these tests pass; without any, those of the command line, or all."""
         chosen = tests or self.tests
         quick = ("-o", ".venv/compiled.done") if chosen else ()
-        words = ["make", *quick, "test", f"ARGS={' '.join(map(_quoted, chosen))}"]
+        words = ["make", *quick, "test", f"ARGS={' '.join(['--maxfail=0', *map(_quoted, chosen)])}"]
         return subprocess.run(words, cwd=self.place, check=False).returncode == 0
 
     def failed(self) -> list[str]:
@@ -128,17 +132,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if clone.passes():
             print(f"All tests pass with the {options.which} versions.")
             return 0
-        _name_culprits(clone, changed, tested)
+        _name_culprits(clone, changed, tested, bounds)
         return 1
 
 
-def _name_culprits(clone: Clone, changed: Mapping[str, str], tested: Mapping[str, str]) -> None:
+def _name_culprits(clone: Clone, changed: Mapping[str, str], tested: Mapping[str, str], bounds: Collection[str]) -> None:
     """Try the failed tests with each changed package alone, and print which of them fail."""
     failed = clone.failed()
     print("Failed:", *failed or ["nothing that pytest could name"], sep="\n  ")
     broke = []
     for name, number in changed.items() if failed else ():
-        installed = clone.install({**tested, name: number})
+        alone = {each: tested[each] for each in tested if each in (*bounds, *TOOLS)}  # with what goes with it of its own needs
+        installed = clone.install({**alone, name: number})
         if not installed or not clone.passes(failed):
             broke.append(f"{name} {number}" + ("" if installed else " (does not go with the other tested versions)"))
     print("Packages with which alone they fail:", *broke or ["none: it takes several"], sep="\n  ")

@@ -11,6 +11,7 @@ has a checkpoint at step 2, and the losses of the four steps that the older vers
 
 import json
 import os
+import re
 import subprocess
 import sys
 import tarfile
@@ -41,6 +42,8 @@ def pipeline(folder: Path) -> None:
     from safetensors.torch import load_file, save_file
 
     tiny.pixart(folder)
+    for path in folder.rglob("config.json"):  # which counts as a part of the model
+        path.write_text(re.sub(r'("transformers_version": )"[^"]*"', r'\1"5.23.0"', path.read_text()))
     for path in sorted(folder.rglob("*.safetensors")):
         tensors = load_file(path)
         for number, (name, tensor) in enumerate(sorted(tensors.items())):
