@@ -18,6 +18,7 @@ from support.fixtures import (
     smalti as smalti,
     write as write,
 )
+from support.imports import enable_garbage_collection
 from support.nodes.fixtures import two_nodes as two_nodes, warm_nodes as warm_nodes
 from support.whole import WHOLE
 
@@ -53,7 +54,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_collection_finish() -> None:
     gc.freeze()  # to go through all that every time took a quarter of the tests
-    gc.enable()
+    enable_garbage_collection()
 
 
 @pytest.hookimpl(trylast=True)

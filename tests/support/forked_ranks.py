@@ -29,7 +29,7 @@ from smalti.types import World
 from smalti_testing.pytest import ParallelContract
 from smalti_testing.ranks import RankProcesses
 from support.forked_workers import python
-from support.imports import import_for_runs
+from support.imports import enable_garbage_collection, import_for_runs
 
 HEAVY = ("smalti_testing.rank", "smalti_testing.strategies")
 PATIENCE = 480.0
@@ -187,7 +187,7 @@ def run_as_rank(line: int, output: int, environment: Mapping[str, str], folder: 
     """As the process that `smalti_testing.ranks` would have started."""
     from smalti_testing.rank import main
 
-    gc.enable()
+    enable_garbage_collection()
     os.setsid()
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     for stream in (1, 2):

@@ -1,5 +1,6 @@
 """What processes import before commands and ranks are forked from them: each of those would take a second with it."""
 
+import gc
 from importlib import import_module
 
 MODULES = (
@@ -33,3 +34,12 @@ def import_for_runs() -> None:
     for name in MODULES:
         import_module(name)
     schema_of(load_plugins(Selection(only=tuple(package.plugin for package in PACKAGES)), strict=False))
+
+
+def enable_garbage_collection() -> None:
+    """In a process of tests that keeps what it has made: Python's defaults would look through all of it again and again.
+
+    A full collection follows 2,000,000 new objects instead of 70,000: they took a tenth of the time of all tests.
+    """
+    gc.set_threshold(2_000, 20, 50)
+    gc.enable()
