@@ -15,6 +15,7 @@ import sys
 import tempfile
 import tomllib
 from collections.abc import Collection, Mapping, Sequence
+from importlib.metadata import version
 from pathlib import Path
 
 from packaging.requirements import Requirement
@@ -49,6 +50,11 @@ def pins(text: str) -> dict[str, str]:
     """Exact versions in lines such as those of constraints.txt and `pip freeze`, by canonical name."""
     found = (line.partition("==") for line in text.splitlines() if "==" in line and not line.startswith("#"))
     return {canonicalize_name(name): number.partition("+")[0].strip() for name, _, number in found}
+
+
+def is_tested(name: str) -> bool:
+    """Whether the version of constraints.txt is installed, with all of whose names and defaults ours are compared."""
+    return version(name) == pins((ROOT / "constraints.txt").read_text(encoding="utf-8"))[name]
 
 
 def lowest(bounds: SpecifierSet) -> str:

@@ -1,16 +1,16 @@
 """docs/reference/families.md says of each family what tests compare, and of each other pipeline why it has no family."""
 
 import ast
-from importlib.metadata import version
 from pathlib import Path
 
 import compared
 import pytest
 
 from support import family_table
+from support.dependencies import is_tested
 from support.whole import WHOLE
 
-needs_pinned = pytest.mark.skipif(version("diffusers") != family_table.pinned(), reason="the page is for the pinned diffusers")
+needs_pinned = pytest.mark.skipif(not is_tested("diffusers"), reason="the page is for the pinned diffusers")
 
 
 @needs_pinned

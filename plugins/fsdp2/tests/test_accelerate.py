@@ -28,6 +28,7 @@ from smalti.plugins.schema import check, schema_of
 from smalti_fsdp2.accelerate_export import fragment
 from smalti_fsdp2.accelerate_import import KEYS, PARALLELISM_KEYS, STRATEGIES
 from smalti_fsdp2.options import FsdpOptions, enabled
+from support.dependencies import is_tested
 
 DATA = Path(__file__).parents[3] / "tests" / "data"
 PLUGINS = load_plugins(Selection(only=("fsdp2",)))
@@ -84,6 +85,7 @@ def plugin_of(options: FsdpOptions) -> FullyShardedDataParallelPlugin:
 # --- reading --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.skipif(not is_tested("accelerate"), reason="another Accelerate has other keys")
 def test_the_tables_hold_every_key_and_word_that_accelerate_knows():
     flags = {action.dest for action in PARSER._actions}
     assert {name for name in flags if name.startswith("fsdp_")} | set(ARGUMENT_KEY_MAPPING) == KEYS - {

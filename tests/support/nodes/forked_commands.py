@@ -24,7 +24,7 @@ import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from importlib import import_module, invalidate_caches
+from importlib import import_module, invalidate_caches, reload
 from pathlib import Path
 
 from support.imports import MODULES, import_for_runs
@@ -85,6 +85,8 @@ def take_place(command: Sequence[str], environment: Mapping[str, str], folder: s
     os.environ.clear()
     os.environ.update(environment)
     tempfile.tempdir = None
+    if constants := sys.modules.get("huggingface_hub.constants"):
+        reload(constants)  # which are those of the environment
     show_as(command, environment)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD):
         signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)

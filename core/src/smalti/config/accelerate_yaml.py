@@ -21,7 +21,7 @@ KEYS = frozenset(
         *("main_training_function", "enable_cpu_affinity", "fp8_config", "deepspeed_config", "fsdp_config"),
         *("parallelism_config", "megatron_lm_config", "mpirun_config", "downcast_bf16", "tpu_name", "tpu_zone"),
         *("tpu_use_cluster", "tpu_use_sudo", "command_file", "commands", "tpu_vm", "tpu_env", "dynamo_config"),
-        *("fp16", "dynamo_backend"),  # what older versions wrote
+        *("fp16", "dynamo_backend", "ipex_config"),  # what older versions wrote
     )
 )
 _ALIEN = {"XLA": "TPUs", "TPU": "TPUs", "MEGATRON_LM": "Megatron-LM"}
