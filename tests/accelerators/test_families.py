@@ -46,7 +46,7 @@ def test_blocks_in_bf16_touch_less_memory(rehearsed):
     assert both[1].kernels < both[0].kernels
 
 
-@pytest.mark.parametrize("family", some(("flux", "sdxl"), "sdxl"))
+@pytest.mark.parametrize("family", some(("flux", "sdxl"), "flux"))
 def test_blocks_in_bf16_touch_hardly_more_memory_than_a_loop_by_hand_in_bf16(pipeline, images, tmp_path, family):
     """Nor does anything else of a step. Nor are weights gathered more often, whatever the order in which blocks are listed."""
     own = {"instance_data_dir": images, "output_dir": tmp_path / "run", "num_processes": 8}

@@ -54,7 +54,7 @@ EVERY = [
     *(("prompts", way) for way in ("fsdp", "zero")),
     *(("kept", way) for way in ("accumulated", "zero", "shared")),
 ]
-TRAINED = some(EVERY, ("dpo", "zero"), ("images", "accumulated"), ("images", "shared"), ("prompts", "fsdp"), ("kept", "shared"))
+TRAINED = some(EVERY, ("dpo", "zero"), ("images", "shared"), ("prompts", "fsdp"), ("kept", "shared"))
 ADDED = {"dpo": ["dpo"], "kept": ["preserve", "prior_outside_mask"]}
 """Terms whose data are one image of the six of each step, so on one rank alone, and there in one micro-batch alone."""
 

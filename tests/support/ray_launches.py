@@ -16,6 +16,7 @@ import torch
 from safetensors.torch import load_file
 
 from smalti.rundir import RunDirectory
+from support.forked_popen import run_forked
 from support.images import images_in
 from support.nodes.runs import TINY
 from support.raylets import Raylets, environment
@@ -90,7 +91,7 @@ class Launch:
 def local(folder: Path, **options: object) -> RunDirectory:
     """Two ranks of this machine, to their end."""
     command = [sys.executable, "-m", "smalti", "train", *words(folder, "local", num_processes=2, **options)]
-    subprocess.run(command, check=True, capture_output=True, timeout=400, env=environment())
+    run_forked(command, timeout=400, env=environment()).check_returncode()
     return RunDirectory(folder / "local")
 
 

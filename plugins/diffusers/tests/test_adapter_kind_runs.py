@@ -49,7 +49,7 @@ def first(base, train, pictures, request):
 
 RUNS = {**KINDS, "tlora": TIMED}
 CASES = [*((kind, each) for kind in KINDS for each in STRATEGIES), ("tlora", "shards"), ("tlora", "zero 3")]
-KEPT = (("dora", "shards"), ("lokr", "zero 3"))
+KEPT = (("dora", "shards"),)
 
 
 @pytest.mark.parametrize(("first", "strategy"), some(CASES, *KEPT), indirect=["first"])

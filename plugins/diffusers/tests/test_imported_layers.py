@@ -17,6 +17,7 @@ from smalti_diffusers.lora.adapter import Lora, adapted_layers, adapter_shapes, 
 from smalti_diffusers.lora.formats import original_layers
 from smalti_migrate.commented_toml import as_toml
 from smalti_migrate.importing import import_files
+from support.whole import some
 
 RANK = 16
 KOHYA = {
@@ -371,7 +372,10 @@ def test_a_filter_that_cannot_be_converted_is_listed(imported):
     assert ("lora_targets" in values, left["layer_filter"].why) == (False, "all layers are trained, without an adapter")
 
 
-@pytest.mark.parametrize(("family", "content"), [("sdxl", kohya), ("sdxl", onetrainer), ("qwen_image", ai_toolkit)])
+COUNTED = [("sdxl", kohya), ("sdxl", onetrainer), ("qwen_image", ai_toolkit)]
+
+
+@pytest.mark.parametrize(("family", "content"), some(COUNTED, COUNTED[0], COUNTED[2]))
 def test_an_adapter_has_the_parameters_that_were_counted(imported, model, family, content):
     """Also that of convolutions: 1x1, of two strides, at both ends of the U-Net."""
     values, _ = imported(content(family))

@@ -72,7 +72,7 @@ def test_a_term_is_a_part_of_the_loss_in_the_passes_with_its_data_alone(one):
     assert sum(each["preserve"] > 0 for each in one[2:]) == 1, "the image is in one step of two"
 
 
-@pytest.mark.parametrize("kind", some([kind for kind in KINDS if kind != "one"], "uncached", "replicas", "shards"))
+@pytest.mark.parametrize("kind", some([kind for kind in KINDS if kind != "one"], "uncached", "shards"))
 def test_it_is_the_same_however_ranks_and_passes_share_the_batch(start, one, kind):
     for found, wanted in zip(parts(start(kind, **KINDS[kind])), one, strict=True):
         assert found == pytest.approx(wanted, rel=1e-3, abs=1e-7)

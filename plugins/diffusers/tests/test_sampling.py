@@ -22,7 +22,7 @@ SOLVERS = [
     *((kind, name) for kind in ("sdxl", "pixart sigma") for name in ("ddim", "euler", "heun", "unipc", "dpm++")),
 ]
 KEPT = [
-    *(("flux", "euler"), ("sd3", "unipc"), ("sana", "dpm++"), ("qwen image", "euler"), ("z image", "unipc")),
+    *(("flux", "euler"), ("sd3", "unipc"), ("sana", "dpm++"), ("qwen image", "euler")),
     *(("sdxl", name) for name in ("ddim", "euler", "heun", "unipc", "dpm++")),
 ]
 SHORT = "--tokenizer_max_length=32"

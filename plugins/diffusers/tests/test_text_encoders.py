@@ -31,7 +31,7 @@ from smalti_plan.counting import count_facts
 from smalti_testing import check_family
 from smalti_testing.family_subject import FamilySubject
 from support.commands import commands
-from support.whole import only_whole
+from support.whole import only_whole, some
 
 TRAINED = "--train_text_encoder"
 LAYER = "encoder.layers.0.self_attn.q_proj"
@@ -146,7 +146,7 @@ def test_texts_are_not_kept_where_rows_depend_on_more_or_are_made_by_all_ranks(m
 
 # --- a loop of diffusers, transformers and peft ---------------------------------------------------------------------
 
-RATE, RATE_OF_ENCODERS, STEPS, LIMIT = 1e-3, 3e-4, 50, 1.0
+RATE, RATE_OF_ENCODERS, STEPS, LIMIT = 1e-3, 3e-4, 20, 1.0
 
 
 def batches(family):
@@ -228,7 +228,7 @@ def theirs(base, made):
     return torch.stack(losses), gradients, {name: each.detach() for name, each in names.items()}
 
 
-def test_fifty_steps_are_those_of_a_loop_of_diffusers_and_peft(base, made):
+def test_twenty_steps_are_those_of_a_loop_of_diffusers_and_peft(base, made):
     ours, others, first = smaltis(made), theirs(base, made), made.subject.family.weights(0)
     torch.testing.assert_close(ours[0], others[0], atol=1e-5, rtol=1e-5)
     assert ours[1].keys() == others[1].keys()
@@ -315,7 +315,7 @@ def test_the_settings_in_a_file_are_those_of_each_part(made, tmp_path):
         torch.testing.assert_close(found.deltas[layer], delta * (0.5 if layer in of_encoders(made.deltas) else 1))
 
 
-@pytest.mark.parametrize("kind", ["lokr", "loha", "dora"])
+@pytest.mark.parametrize("kind", some(["lokr", "loha", "dora"], "lokr"))
 def test_other_kinds_of_adapters_go_through_files_too(base, tmp_path, kind):
     made = make_adapter(tmp_path, "sdxl", TRAINED, f"--lora_kind={kind}", base=base)
     found = started(made, made.export(tmp_path / "style", format="kohya"), TRAINED, f"--lora_kind={kind}")

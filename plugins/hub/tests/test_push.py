@@ -169,7 +169,7 @@ def test_a_failed_upload_leaves_the_run_as_it_is_and_says_how_to_repeat_it(hub, 
 def test_a_run_that_is_stopped_does_not_wait_for_an_upload(hub, photos, tmp_path):
     hub.fail("POST", "/api/repos/create", 503, times=1000)  # huggingface_hub tries again for a while
     directory = tmp_path / "run"
-    words = ("--max_train_steps=100000", "--checkpoint_step_interval=1000", "--push_to_hub", "--push_checkpoints_to_hub")
+    words = ("--max_train_steps=100000", "--checkpoint_step_interval=100", "--push_to_hub", "--push_checkpoints_to_hub")
     command = [sys.executable, "-m", "smalti", "train", *TOY, f"--instance_data_dir={photos}", f"--output_dir={directory}"]
     run = ForkedPopen([*command, *words], env=environment(hub, tmp_path), stderr=subprocess.PIPE, text=True)
     try:

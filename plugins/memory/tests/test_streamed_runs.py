@@ -6,7 +6,7 @@ import tiny
 from support.alike import assert_alike, losses
 from support.images import images_in
 from support.warm_processes import warm_processes
-from support.whole import some
+from support.whole import only_whole, some
 
 STEPS = 4
 
@@ -56,6 +56,7 @@ def test_a_streamed_run_is_the_resident_run_bit_for_bit(train, resident):
     assert_alike(directory, resident, STEPS)
 
 
+@only_whole("plugins/memory/tests/test_streamed_runs.py::test_a_streamed_run_is_the_resident_run_bit_for_bit")
 def test_so_is_one_that_began_resident_with_part_of_the_blocks_streamed_after_resuming(train, resident):
     code, output, directory = train("resumed", max_train_steps=2)
     assert code == 0, output

@@ -131,6 +131,7 @@ def test_a_pipeline_without_weights_is_enough(tmp_path):
     assert rehearsal.phases["encode texts"].device.frozen > 0
 
 
+@only_whole("plugins/plan/tests/planning/test_models.py::test_a_rehearsal_counts_the_bytes_of_real_ranks")
 def test_the_passes_over_pairs_of_images_are_rehearsed(tmp_path):
     import tiny
 
