@@ -6,6 +6,7 @@ from smalti import World
 from smalti.config import draft
 from smalti.parallel import device_models
 from smalti.plugins import load_plugins, schema_of
+from smalti_plan import counted
 from smalti_plan.choices import choices, strategies_for
 from smalti_plan.counted import facts_of
 from smalti_plan.formulas.run_facts import RunFacts
@@ -20,6 +21,7 @@ def flux(tmp_path_factory):
     """The facts of a LoRA of Flux, and how its ways to train are listed by device."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        patch.setattr(counted, "_in_process", lambda request, config: counted.count(request))  # this one has torch already
         plugins = load_plugins()
         words = ["--model_family=flux", "--model_type=lora", "--output_dir=out", "--max_train_steps=1"]
         config = draft(schema_of(plugins), [*words, "--mixed_precision=bf16"])
