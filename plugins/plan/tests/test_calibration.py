@@ -11,6 +11,7 @@ from smalti_plan.calibration import calibrate, calibration_of, fitted
 from smalti_plan.choices import choices
 from smalti_plan.formulas.time import FAST, SLOW
 from smalti_plan.rates import Rates, measure_rates
+from support.forked_popen import ForkedPopen
 from support.planned import H100, MODEL, RUN, WHOLE, sharded
 
 CPU = replace(H100, name="cpu", title="a processor", kind="cpu")
@@ -30,7 +31,9 @@ def planned(strategy, calibration=None):
 
 @pytest.fixture(autouse=True)
 def caches(tmp_path, monkeypatch):
+    """Caches of its own, and processes that are forked."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr("subprocess.Popen", ForkedPopen)
 
 
 def test_measured_steps_set_the_middle_of_the_range_and_are_kept(tmp_path):

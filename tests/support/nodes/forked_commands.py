@@ -40,8 +40,8 @@ HEAVY = (
     "torch.distributed.launcher.api",
     "torch.distributed.run",
 )
-FORKED = {"smalti"}
-"""Packages whose modules are forked."""
+FORKED = {"smalti", "smalti_doctor.measure", "smalti_plan.counted", "smalti_plan.probe", "smalti_plan.rates"}
+"""Packages and modules that are forked."""
 _LONGEST = 1 << 18
 
 
@@ -57,12 +57,12 @@ def import_heavy() -> None:
 
 def module_of(command: Sequence[str]) -> int | None:
     """The place of the module in `python -m MODULE ...`; None for another command."""
-    options = [word for word in command[1:3] if word == "-u"]
-    place = 1 + len(options)
+    options = [word for word in command[1:3] if word in ("-u", "-P")]
+    place = 2 + len(options)
     ours = (
-        len(command) > place + 1 and os.path.normpath(command[0]) == os.path.normpath(sys.executable) and command[place] == "-m"
+        len(command) > place and os.path.normpath(command[0]) == os.path.normpath(sys.executable) and command[place - 1] == "-m"
     )
-    return place + 1 if ours and command[place + 1].split(".")[0] in FORKED else None
+    return place if ours and not FORKED.isdisjoint((command[place], command[place].split(".")[0])) else None
 
 
 def run_command(command: Sequence[str], environment: Mapping[str, str], folder: str) -> None:
