@@ -210,10 +210,11 @@ def launch(pictures):
         probe: bool = True,
         variables: dict | None = None,
         executed: bool = False,
+        dry: bool = False,
         **options,
     ) -> Finished:
         finished = (run_executed if executed else run_forked)(
-            [*before, *command(pictures, directory, **options)],
+            [*before, *command(pictures, directory, **options), *(["--dry-run"] if dry else [])],
             env=environment(directory, probe=probe, PROBE_SPOIL=spoil, **(variables or {})),
             timeout=240,
         )

@@ -11,10 +11,10 @@ def choice(run):
     return record
 
 
-def test_the_choice_is_printed_and_kept_until_another_limit_is_given(train, tmp_path):
+def test_the_choice_is_printed_and_kept_until_another_limit_is_given(launch, tmp_path):
     run = tmp_path / "run"
     given = {"train_batch_size": None, "fit": "4GB", "fit_batch": 4}
-    first = train(run, **given, max_train_steps=2)
+    first = launch(run, **given, max_train_steps=2)
     assert first.code == 0, first.output
     assert "smalti: note: --fit=4GB has chosen --train_batch_size=" in first.output
     assert "GiB of host memory, " in first.output
@@ -22,16 +22,16 @@ def test_the_choice_is_printed_and_kept_until_another_limit_is_given(train, tmp_
     chosen = choice(run)
     assert chosen["options"]["train_batch_size"] * chosen["options"]["gradient_accumulation_steps"] == 4
 
-    resumed = train(run, config=run / "config.toml", max_train_steps=3)
+    resumed = launch(run, config=run / "config.toml", max_train_steps=3)
     assert resumed.code == 0, resumed.output
     assert choice(run) == chosen
     assert "steps 2 to 3" in resumed.output
 
-    own = train(run, config=run / "config.toml", max_train_steps=4, train_batch_size=2, gradient_accumulation_steps=2, dry=True)
+    own = launch(run, config=run / "config.toml", max_train_steps=4, train_batch_size=2, gradient_accumulation_steps=2, dry=True)
     assert own.code == 0, own.output
     assert "but for " in own.output
 
-    anew = train(run, config=run / "config.toml", max_train_steps=4, fit="3GB", dry=True)
+    anew = launch(run, config=run / "config.toml", max_train_steps=4, fit="3GB", dry=True)
     assert anew.code == 0, anew.output
     assert "--fit=3GB has chosen " in anew.output
     assert "steps         4, each of 4 samples" in anew.output
