@@ -76,8 +76,7 @@ def test_a_step_has_hardly_more_kernels_and_as_few_copies_as_there_can_be(seen, 
 
 @pytest.mark.parametrize("seen", ["fsdp2"], indirect=True)
 def test_shards_take_no_memory_of_the_device_and_come_as_one_copy_for_each_gather(seen, rehearsed, pipeline):
-    flags = ["gradient_checkpointing", "fsdp_enable"]
-    options = SHARDED | {"saves": False, "samples": False, "flags": flags} | pipeline("flux")
+    options = SHARDED | {"saves": False, "flags": ["gradient_checkpointing", "fsdp_enable"]} | pipeline("flux")
     resident = rehearsed(*options.pop("flags"), **{name: value for name, value in options.items() if name != "family"})
     step = seen.phases["second step"]
     copies = step.copies["host_shards.HostShards.fetch"]
