@@ -40,8 +40,8 @@ HEAVY = (
     "torch.distributed.launcher.api",
     "torch.distributed.run",
 )
-FORKED = {"smalti"}
-"""Packages whose modules are forked."""
+FORKED = {"smalti", "torch"}
+"""Packages whose modules are forked; of torch, its launcher."""
 _LONGEST = 1 << 18
 
 
