@@ -19,6 +19,8 @@ from typing import cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from smalti import OptimizerEntry
 from smalti.checkpoint import Snapshot, load, save
@@ -302,9 +304,6 @@ def deviation_of_shards(plugin: str, optimizer: str, flags: tuple[str, ...]) -> 
 
     Gradients grow from row to row, so that a mean over the rows of one rank is another than that over all.
     """
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import DTensor, Shard, distribute_tensor  # half a second, which tests of families save
-
     subject = OptimizerSubject(plugin, optimizer, flags)
     whole, parts = subject.training(), subject.training().model
     mesh, before = init_device_mesh("cpu", (dist.get_world_size(),)), whole.parameters()
