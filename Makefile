@@ -85,7 +85,7 @@ fix: $(VENV)/dev.done
 
 # The site of the documentation, which needs no network to be read: site/index.html. A broken link is an error.
 docs: $(VENV)/dev.done
-	$(BIN)/python -m sphinx -W --keep-going -q -c docs -b html . site
+	$(BIN)/python -m sphinx -W --keep-going -q -c docs -D exclude_patterns=.*,core,plugins,tests -b html . site
 	cp site/README.html site/index.html
 
 # Faults against checkpoints, runs and plugins: ARGS="--seed N --seconds S", see tests/torture.

@@ -4,11 +4,16 @@ Plugins are enumerated: one that is added to the core or under plugins/ is under
 """
 
 import json
+import subprocess
+import sys
 import tarfile
 import tomllib
-from functools import cache
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache, cached_property
 from io import BytesIO
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 
 import pyarrow.parquet
 import pytest
@@ -29,7 +34,7 @@ from smalti.types import World
 from smalti_testing import MemoryStorage, TinyFamily, check_cache, check_checkpoint_format, check_metadata_backend
 from smalti_testing.commands import COMMAND, CommandSubject
 from smalti_testing.optimizers import OPTIMIZER, OptimizerSubject
-from smalti_testing.plugins import PLUGIN, PluginSubject
+from smalti_testing.plugins import PLUGIN, PluginSubject, environment_for
 from smalti_testing.pytest import FamilyContract, StorageContract
 from smalti_toy.family import ToyFamily, ToyShape
 from support.forked_ranks import ForkedContract, forked_processes
@@ -88,17 +93,65 @@ REFUSED = {
 }
 
 
+WALKS = """
+import json, os, sys, traceback
+from io import StringIO
+import pydantic, smalti.cli.pages.help, smalti.config, smalti.hookspecs, smalti.plugins.schema
+from smalti_testing.command_walk import main
+
+for line in sys.stdin:
+    output, environment, asked = json.loads(line)
+    if (process := os.fork()) == 0:
+        try:
+            os.environ.clear()
+            os.environ.update(environment)
+            sys.stdin, sys.stdout = StringIO(asked), open(output, "w")
+            main()
+            sys.stdout.flush()
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
+        os._exit(0)
+    print(os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]), flush=True)
+"""
+"""A process without torch, in which the core is imported once. From it the one that walks each plugin's commands is forked."""
+
+
+@pytest.fixture(scope="module")
+def walks() -> Iterator[subprocess.Popen[str]]:
+    command = [sys.executable, "-c", WALKS]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        yield process
+        process.stdin.close()
+
+
+@dataclass(frozen=True)
+class Walked(CommandSubject):
+    """As the kit has it, but for the start of a process."""
+
+    walks: subprocess.Popen[str] | None = None
+
+    @cached_property
+    def seen(self) -> dict[str, object]:
+        with NamedTemporaryFile("r") as output:
+            self.walks.stdin.write(json.dumps([output.name, environment_for(self.plugin), json.dumps(self.asked())]) + "\n")
+            self.walks.stdin.flush()
+            assert self.walks.stdout.readline() == "0\n"
+            return json.loads(output.read().splitlines()[-1])
+
+
 @cache
-def commands(plugin: str) -> CommandSubject:
-    return CommandSubject(plugin, REFUSED.get(plugin, ()))
+def commands(plugin: str, walks: subprocess.Popen[str]) -> CommandSubject:
+    refused = REFUSED.get(plugin, ())
+    return CommandSubject(plugin, refused) if plugin == "commands" else Walked(plugin, refused, walks)
 
 
 @pytest.mark.parametrize("check", COMMAND.checks)
 @pytest.mark.parametrize(
     "plugin", ["commands", *(name for name in shipped() if "register_commands" in subject(name).info.hooks)]
 )
-def test_shipped_commands_keep_the_contract(plugin, check):
-    COMMAND.run(check, commands(plugin))
+def test_shipped_commands_keep_the_contract(plugin, check, walks):
+    COMMAND.run(check, commands(plugin, walks))
 
 
 class TestLocalStorage(StorageContract):

@@ -18,9 +18,11 @@ FOLDERS = {
     for file in (ROOT / "core" / "pyproject.toml", *sorted(ROOT.glob("plugins/*/pyproject.toml")))
 }
 LOOK = """
-import importlib, json, os, pkgutil, sys, traceback
+import gc, importlib, json, os, pkgutil, sys, traceback
 from contextlib import suppress
-import accelerate, peft, torch, transformers
+import accelerate, click, peft, pluggy, pyarrow, pydantic, tomlkit, torch, transformers
+
+gc.freeze()
 
 def look(paths, packages):
     sys.path[:0] = paths

@@ -1,43 +1,51 @@
 """docs/architecture.md tells the way from the command to the optimizer as it is."""
 
-import json
+import os
 import re
-import subprocess
 import sys
+import traceback
+from pathlib import Path
+from types import FrameType
 
 import pytest
 from PIL import Image
 
+from support.forked_ranks import forked_processes
+
 MOST_FILES = 9
 ENTRY = "cli/entry.py"
 """Where every command begins."""
-WATCHED = """
-import json, sys, traceback
-from pathlib import Path
-import smalti.cli.entry
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-folder, base = Path(sys.argv[1]), f"{Path(smalti.__file__).parent}/"
-told, entered, stack = set(map(tuple, json.loads(sys.argv[2]))), [], []
 
-def enter(frame, event, argument):
-    if event == "call" and frame.f_code.co_filename.startswith(base):
-        place = (frame.f_code.co_filename.removeprefix(base), frame.f_code.co_qualname)
-        if place in told and place not in entered:
-            entered.append(place)
+def watched(way: list[tuple[str, str]], words: list[str]) -> tuple[list[tuple[str, str]], list[str]]:
+    """In a process of its own, `smalti train`: what of the way it has entered, in order, and the files that have led to a step.
 
-def note(*arguments):
-    files = [frame.f_code.co_filename for frame, _ in traceback.walk_stack(None)]
-    stack[:] = [name.removeprefix(base) for name in reversed(files) if name.startswith(base)]
+    Those are all from which the optimizer was called, from the outermost on.
+    """
+    import torch.optim.optimizer as optimizers
 
-register_optimizer_step_pre_hook(note)
-sys.setprofile(enter)
-try:
-    smalti.cli.entry.main(["train", *sys.argv[3:]])
-finally:
+    import smalti.cli.entry
+
+    base, entered, stack = f"{Path(smalti.__file__).parent}/", [], []
+
+    def enter(frame: FrameType, event: str, argument: object) -> None:
+        if event == "call" and frame.f_code.co_filename.startswith(base):
+            place = (frame.f_code.co_filename.removeprefix(base), frame.f_code.co_qualname)
+            if place in way and place not in entered:
+                entered.append(place)
+
+    def note(*arguments: object) -> None:
+        files = [frame.f_code.co_filename for frame, _ in traceback.walk_stack(None)]
+        stack[:] = [name.removeprefix(base) for name in reversed(files) if name.startswith(base)]
+
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        del os.environ[name]  # with which it would be a rank that another launcher has started
+    optimizers.register_optimizer_step_pre_hook(note)
+    sys.setprofile(enter)
+    with pytest.raises(SystemExit, match="0"):
+        smalti.cli.entry.main(["train", *words])
     sys.setprofile(None)
-    (folder / "seen.json").write_text(json.dumps([entered, list(dict.fromkeys(stack))]))
-"""
+    return entered, list(dict.fromkeys(stack))
 
 
 @pytest.fixture(scope="module")
@@ -72,9 +80,7 @@ def test_a_run_of_one_process_goes_the_way_that_is_told(page, tmp_path):
         *("--model_family=toy", f"--instance_data_dir={tmp_path}/photos", f"--output_dir={tmp_path}/run", "--use_cpu"),
         *("--resolution=16", "--resolution_type=pixel", "--max_train_steps=1", "--num_processes=1", "--without=plots"),
     )
-    command = [sys.executable, "-c", WATCHED, str(tmp_path), json.dumps(way), *words]
-    ended = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert ended.returncode == 0, ended.stderr
-    entered, stack = json.loads((tmp_path / "seen.json").read_text())
-    assert list(map(tuple, entered)) == way
+    with forked_processes(ranks=1, group=False) as process:
+        [(entered, stack)] = process.run(watched, way, list(words))
+    assert entered == way
     assert set(stack) - {file for file, _ in way} <= {ENTRY}

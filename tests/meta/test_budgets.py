@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from smalti.config import GROUPS, Schema
+from support.sources import nodes, tree
 
 FILE_LINES = 500
 FUNCTION_LINES = 60
@@ -37,7 +38,7 @@ def test_no_file_is_longer_than_its_budget(sources):
 def test_no_function_is_longer_than_its_budget(sources):
     long = {}
     for path in sources:
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in nodes(tree(path)):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.end_lineno is not None:
                 lines = node.end_lineno - node.lineno + 1
                 if lines > FUNCTION_LINES:
@@ -50,7 +51,7 @@ def lines_of_code(path: Path) -> int:
     text = path.read_text(encoding="utf-8")
     texts = {
         line
-        for node in ast.walk(ast.parse(text))
+        for node in nodes(tree(path))
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
         for line in range(node.lineno, (node.end_lineno or node.lineno) + 1)
     }
@@ -71,7 +72,7 @@ def test_the_options_of_the_core_only_become_fewer():
 
 
 def test_every_module_says_what_it_is_for(sources):
-    assert [str(path) for path in sources if not ast.get_docstring(ast.parse(path.read_text()))] == []
+    assert [str(path) for path in sources if not ast.get_docstring(tree(path))] == []
 
 
 def test_no_module_is_named_after_nothing(sources):

@@ -7,7 +7,7 @@ import shlex
 import subprocess
 import sys
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import PurePath
 
 import click
@@ -29,6 +29,7 @@ from smalti.types import Deferred
 from smalti_testing.options_page import reference_page
 from smalti_testing.plugins import PluginSubject
 from support import package_table
+from support.sources import nodes, tree
 
 
 @pytest.fixture(scope="module")
@@ -250,20 +251,20 @@ def test_the_core_names_no_other_option_of_a_package(root):
     words = re.compile(rf"--(?:no_)?({'|'.join(options)})\b|\b({'|'.join(name for name in options if '_' in name)})\b")
     found = {}
     for path in base.rglob("*.py"):
-        tree = ast.parse(path.read_text())
-        docstrings = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
-        texts = [node for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)]
+        every = nodes(tree(path))
+        docstrings = {id(node.value) for node in every if isinstance(node, ast.Expr)}
+        texts = [node for node in every if isinstance(node, ast.Constant) and isinstance(node.value, str)]
         named = (match for node in texts if id(node) not in docstrings for match in words.finditer(node.value))
         if names := {match[1] or match[2] for match in named}:
             found[path.relative_to(base).as_posix()] = names
     assert found == NAMED
 
 
-def _texts(node: ast.AST) -> Iterator[str]:
-    """The texts in code without docstrings; a NUL stands for what an f-string computes."""
-    left_out = {id(each.value) for each in ast.walk(node) if isinstance(each, ast.Expr)}
-    left_out |= {id(part) for each in ast.walk(node) if isinstance(each, ast.JoinedStr) for part in each.values}
-    for each in ast.walk(node):
+def _texts(every: Sequence[ast.AST]) -> Iterator[str]:
+    """The texts among the nodes of some code, without docstrings; a NUL stands for what an f-string computes."""
+    left_out = {id(each.value) for each in every if isinstance(each, ast.Expr)}
+    left_out |= {id(part) for each in every if isinstance(each, ast.JoinedStr) for part in each.values}
+    for each in every:
         if id(each) in left_out:
             continue
         if isinstance(each, ast.Constant) and isinstance(each.value, str):
@@ -286,11 +287,12 @@ def test_what_messages_and_their_fixes_name_is_there(root, official):
     own = {flag for each in COMMANDS.values() for param in each.command.params for flag in (*param.opts, *param.secondary_opts)}
     wrong = []
     for path in (*root.glob("core/src/**/*.py"), *root.glob("plugins/*/src/**/*.py")):
-        tree = ast.parse(path.read_text())
-        texts = "\n".join(_texts(tree))
-        fixes = (each.value for each in ast.walk(tree) if isinstance(each, ast.keyword) and each.arg == "fix")
+        every = nodes(tree(path))
+        texts = "\n".join(_texts(every))
+        fixes = (each.value for each in every if isinstance(each, ast.keyword) and each.arg == "fix")
         flags = re.findall(
-            r"(?<![\w-])--[a-z][a-z0-9_]+(?![a-z0-9_\0-])", "\n".join(text for fix in fixes for text in _texts(fix))
+            r"(?<![\w-])--[a-z][a-z0-9_]+(?![a-z0-9_\0-])",
+            "\n".join(text for fix in fixes for text in _texts([*ast.walk(fix)])),
         )
         names = {
             "hook": [name for name in re.findall(r"hooks? ['\"`]?([a-z]+(?:_[a-z]+)+)", texts) if not hasattr(HookSpecs, name)],

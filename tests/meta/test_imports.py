@@ -8,6 +8,7 @@ import sys
 import textwrap
 import tomllib
 from collections.abc import Iterator
+from functools import cache
 from importlib.metadata import packages_distributions
 from pathlib import Path
 
@@ -16,11 +17,13 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 import smalti
+from support.sources import nodes, tree
 
 PLUGIN_PACKAGES = tuple(path.name for path in Path(__file__).parents[2].glob("plugins/*/src/smalti_*"))
 
 
-def imports(path: Path, *, at_import: bool) -> Iterator[str]:
+@cache
+def imports(path: Path, *, at_import: bool) -> list[str]:
     """The modules that a file imports; with `at_import`, only those that loading the file imports."""
 
     def walk(node: ast.AST) -> Iterator[str]:
@@ -33,7 +36,7 @@ def imports(path: Path, *, at_import: bool) -> Iterator[str]:
             elif not at_import or not is_left_for_later(child):
                 yield from walk(child)
 
-    return walk(ast.parse(path.read_text()))
+    return list(walk(tree(path)))
 
 
 def is_left_for_later(node: ast.AST) -> bool:
@@ -66,9 +69,9 @@ def test_packages_import_only_those_other_packages_that_they_depend_on(root):
     assert found == []
 
 
-def taken(source: str) -> Iterator[str]:
+def taken(module: ast.Module) -> Iterator[str]:
     """What some code takes from smalti, by its full name: modules, names of `smalti` itself, names with an underscore."""
-    for node in ast.walk(ast.parse(source)):
+    for node in nodes(module):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names if alias.name.startswith("smalti."))
         elif isinstance(node, ast.ImportFrom) and node.module == "smalti":
@@ -99,17 +102,21 @@ def test_a_public_module_exists(name):
 
 
 def test_plugins_and_the_templates_take_only_what_is_public(root):
-    paths = [*root.glob("plugins/*/src/**/*.py"), *root.glob("plugins/testing/src/smalti_testing/templates/**/*.py.tmpl")]
-    assert len(paths) > 10
-    sources = [(path.name, path.read_text().replace("$package", "smalti_name").replace("${name}", "name")) for path in paths]
-    assert [f"{path}: {name}" for path, text in sources for name in taken(text) if not is_public(name)] == []
+    sources, templates = (
+        [*root.glob(f"plugins/{paths}")] for paths in ("*/src/**/*.py", "testing/src/smalti_testing/templates/**/*.py.tmpl")
+    )
+    assert min(len(sources), len(templates)) > 10
+    texts = [path.read_text().replace("$package", "smalti_name").replace("${name}", "name") for path in templates]
+    modules = [*map(tree, sources), *map(ast.parse, texts)]
+    names = zip((*sources, *templates), map(taken, modules), strict=True)
+    assert [f"{path.name}: {name}" for path, found in names for name in found if not is_public(name)] == []
 
 
 @pytest.mark.parametrize("page", ["reference/hooks.md", "writing-a-plugin.md"])
 def test_what_the_pages_show_takes_only_what_is_public(root, page):
     blocks = re.findall(r"^```python\n(.*?)^```", (root / "docs" / page).read_text(), flags=re.MULTILINE | re.DOTALL)
     code = [re.sub(r"^#.*\n", "", block, flags=re.MULTILINE) for block in blocks]  # excerpts are indented, their titles not
-    assert [name for block in code for name in taken(textwrap.dedent(block)) if not is_public(name)] == []
+    assert [name for block in code for name in taken(ast.parse(textwrap.dedent(block))) if not is_public(name)] == []
 
 
 def test_loading_all_built_in_plugins_imports_no_torch():

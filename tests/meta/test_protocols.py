@@ -12,6 +12,7 @@ import smalti
 from smalti import types
 from smalti.hookspecs import HookSpecs
 from smalti_testing.protocols import CHAPTERS, page
+from support.sources import nodes, tree
 
 NOT_FOR_PLUGINS = {
     "Display",  # the console's own
@@ -35,7 +36,7 @@ def made() -> str:
 
 def protocols(path: Path) -> list[str]:
     """The protocols that a file defines, but for private ones."""
-    classes = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ClassDef)]
+    classes = [node for node in nodes(tree(path)) if isinstance(node, ast.ClassDef)]
     return [each.name for each in classes if "Protocol" in map(ast.unparse, each.bases) and not each.name.startswith("_")]
 
 
@@ -88,7 +89,7 @@ def test_every_class_in_the_signature_of_a_hook_or_of_a_documented_class_is_on_t
     defined = {
         node.name
         for path in (root / "core" / "src").rglob("*.py")
-        for node in ast.parse(path.read_text()).body
+        for node in tree(path).body
         if isinstance(node, ast.ClassDef)
     }
     shown = {*re.findall(r"^### `(\w+)`", made, flags=re.MULTILINE), *ALIASES}

@@ -13,6 +13,8 @@ from typing import Literal
 
 import pytest
 
+from support.sources import tree
+
 # From the ground up. A room imports from lower floors only, and those of one floor know nothing of each other.
 FLOORS = (
     ("errors",),
@@ -68,7 +70,7 @@ def imports(path: Path) -> list[Import]:
             else:
                 yield from walk(child, when)
 
-    return list(walk(ast.parse(path.read_text()), "loading"))
+    return list(walk(tree(path), "loading"))
 
 
 @pytest.fixture(scope="module")

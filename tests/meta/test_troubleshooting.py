@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from support.sources import nodes, tree
+
 _PLACE = "..."
 
 
@@ -13,12 +15,12 @@ _PLACE = "..."
 def messages(root: Path) -> list[str]:
     """Every text in the code of the packages, with `...` for what is filled in."""
     paths = [*(root / "core" / "src").rglob("*.py"), *root.glob("plugins/*/src/**/*.py")]
-    return [text for path in paths for text in texts(ast.parse(path.read_text(encoding="utf-8")))]
+    return [text for path in paths for text in texts(tree(path))]
 
 
-def texts(tree: ast.AST) -> list[str]:
+def texts(module: ast.Module) -> list[str]:
     found = []
-    for node in ast.walk(tree):
+    for node in nodes(module):
         if isinstance(node, ast.JoinedStr):
             found.append("".join(str(part.value) if isinstance(part, ast.Constant) else _PLACE for part in node.values))
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):

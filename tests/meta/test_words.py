@@ -7,6 +7,8 @@ from functools import cache
 
 import pytest
 
+from support.sources import nodes, tree
+
 NAMES = {
     "at_odds": "conflicts",
     "at_rest": "eval_mode",
@@ -91,12 +93,12 @@ PHRASES = {
 def modules(root) -> dict[str, ast.Module]:
     """Every module of the core and of the packages beside it, by its path."""
     paths = [*(root / "core" / "src").rglob("*.py"), *root.glob("plugins/*/src/**/*.py")]
-    return {str(path.relative_to(root)): ast.parse(path.read_text(encoding="utf-8")) for path in sorted(paths)}
+    return {str(path.relative_to(root)): tree(path) for path in sorted(paths)}
 
 
 def names(module: ast.Module) -> Iterator[str]:
     """All names that a module defines: classes, functions, arguments, attributes and variables."""
-    for node in ast.walk(module):
+    for node in nodes(module):
         match node:
             case (
                 ast.ClassDef(name=name)
@@ -121,12 +123,12 @@ def messages(module: ast.Module) -> Iterator[tuple[int, str]]:
     """All texts of a module but its docstrings, except those of commands, which are their help."""
     commands = [
         node.body[0]
-        for node in ast.walk(module)
+        for node in nodes(module)
         if isinstance(node, ast.FunctionDef) and any("command" in ast.unparse(each) for each in node.decorator_list)
     ]
-    docstrings = [node for node in ast.walk(module) if isinstance(node, ast.Expr) and node not in commands]
+    docstrings = [node for node in nodes(module) if isinstance(node, ast.Expr) and node not in commands]
     internal = {node.value for node in docstrings}
-    for node in ast.walk(module):
+    for node in nodes(module):
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and " " in node.value and node not in internal:
             yield node.lineno, " ".join(node.value.split())
 

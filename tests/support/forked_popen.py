@@ -24,7 +24,9 @@ _FIRST = threading.Lock()
 
 
 class ForkedPopen(subprocess.Popen):
-    """For `python -m smalti...`. Other commands are executed, and all where a fork cannot look like its command in /proc.
+    """For `python -m smalti...` and torch's launcher.
+
+    Other commands are executed, and all where a fork cannot look like its command in /proc.
 
     With `terminal`, the standard input is the terminal that controls the session, which must be a new one.
     """

@@ -19,7 +19,7 @@ from smalti_cache.encode_ahead import AheadEncoder
 from smalti_cache.places import CacheFolders, CachePlace
 from smalti_testing import TinyFamily
 
-IMAGES, BATCH, SIZE = 512, 16, 8
+IMAGES, BATCH, SIZE = 256, 16, 8
 
 
 class Encoding(TinyFamily):

@@ -1,4 +1,7 @@
-"""The runner of several processes: what it brings back, and that nothing is left when something goes wrong."""
+"""The runner of several processes: what it brings back, and that nothing is left when something goes wrong.
+
+Ranks import this file; torch takes them seconds, and only those in a group need it.
+"""
 
 import os
 import signal
@@ -9,13 +12,14 @@ from pathlib import Path
 
 import psutil
 import pytest
-import torch
-import torch.distributed as dist
 
 from smalti_testing import RankFailed, two_processes
 
 
 def add_over_ranks(number):
+    import torch
+    import torch.distributed as dist
+
     total = torch.tensor(float(number + dist.get_rank()))
     dist.all_reduce(total)
     return float(total)
@@ -26,18 +30,20 @@ def process_id():
 
 
 def fail_on(rank):
+    import torch.distributed as dist
+
     if dist.get_rank() == rank:
         raise ValueError(f"rank {rank} has had enough")
     dist.barrier()
 
 
 def sleep_on(rank):
-    if dist.get_rank() == rank:
+    if environment("RANK") == str(rank):
         time.sleep(600)
 
 
 def die_on(rank):
-    if dist.get_rank() == rank:
+    if environment("RANK") == str(rank):
         os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -98,7 +104,7 @@ def test_a_rank_that_hangs_is_told_with_where_it_stands():
 
 
 def test_a_rank_that_dies_is_told_with_its_status():
-    with two_processes(seconds=20) as processes:
+    with two_processes(group=False, seconds=20) as processes:
         results = processes.attempt(die_on, 0)
     assert "status -9" in results[0].error
 

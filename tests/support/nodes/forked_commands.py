@@ -40,8 +40,8 @@ HEAVY = (
     "torch.distributed.launcher.api",
     "torch.distributed.run",
 )
-FORKED = {"smalti", "smalti_doctor.measure", "smalti_plan.counted", "smalti_plan.probe", "smalti_plan.rates"}
-"""Packages and modules that are forked."""
+FORKED = {"smalti", "smalti_doctor.measure", "smalti_plan.counted", "smalti_plan.probe", "smalti_plan.rates", "torch"}
+"""Packages and modules that are forked; of torch, its launcher."""
 _LONGEST = 1 << 18
 
 

@@ -1,12 +1,12 @@
 """Other launchers around `smalti train`, which starts its ranks itself."""
 
-import subprocess
 import sys
 
 import pytest
 
 from smalti.builtin.checks import rank_launcher
 from support.commands import commands
+from support.forked_popen import run_forked
 from support.whole import some
 
 ONE_A_NODE = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "TORCHELASTIC_RUN_ID": "none"}
@@ -34,7 +34,7 @@ def test_a_launcher_around_the_run_is_refused(tmp_path, launcher, words, ranks):
     """Without the package for several nodes, which not everybody has."""
     options = ["--model_family=toy", "--data_backend_config=toy", f"--output_dir={tmp_path / 'run'}", "--without=cluster"]
     command = [sys.executable, "-m", *words, "-m", "smalti", "train", *options, "--max_train_steps=1"]
-    said = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    said = run_forked(command, timeout=120)
     assert said.returncode != 0
     assert f"{launcher} has started this process as a rank, and smalti starts its ranks itself" in said.stderr
     assert f"smalti train --num_processes={ranks}" in said.stderr

@@ -1,11 +1,6 @@
-"""Saving under `kill -9`. Run as a script, this file forks savers, kills them at random moments and looks what is left."""
+"""Saving under `kill -9`: a process forks savers, kills them at random moments and looks what is left."""
 
-import json
-import os
 import random
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -16,6 +11,7 @@ from smalti.checkpoint.snapshot import Snapshot
 from smalti.checkpoint.writer import save
 from smalti.parallel.state import PortableState
 from smalti.types import World
+from support.forked_ranks import forked_processes
 from support.killing import kill_after
 
 KILLS = 20
@@ -64,7 +60,8 @@ def look(root, acknowledged):
     }
 
 
-def main(root, seed):
+def kill_savers(root, seed):
+    """In a process of its own, which may fork."""
     chance = random.Random(seed)
     step, looks = 1, []
     for _ in range(KILLS):
@@ -72,23 +69,17 @@ def main(root, seed):
         step = looks[-1]["found"] + 1
     save(root, snapshot(step), SingleRank())
     CheckpointStore(root).rotate(2)
-    print(json.dumps({"looks": looks, "left": sorted(path.name for path in root.iterdir()), "last": step}))
+    return {"looks": looks, "left": sorted(path.name for path in root.iterdir()), "last": step}
 
 
 @pytest.fixture(scope="module")
 def killed(tmp_path_factory):
     root = tmp_path_factory.mktemp("killed") / "checkpoints"
     seed = random.randrange(10**6)
-    done = subprocess.run(
-        [sys.executable, __file__, str(root), str(seed)],
-        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 0, f"seed {seed}: {done.stderr}"
-    return json.loads(done.stdout) | {"seed": seed}
+    with forked_processes(ranks=1, group=False) as process:
+        [result] = process.attempt(kill_savers, root, seed)
+    assert result.error == "", f"seed {seed}: {result.error}"
+    return result.value | {"seed": seed}
 
 
 def test_the_last_acknowledged_checkpoint_survives_every_kill(killed):
@@ -106,7 +97,3 @@ def test_a_kill_leaves_at_most_one_save_and_one_removal_unfinished(killed):
 
 def test_the_next_save_clears_everything_away(killed):
     assert killed["left"] == [".lock", *(f"step-{step:08d}" for step in (killed["last"] - 1, killed["last"]))]
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]))

@@ -218,7 +218,7 @@ def test_environment_and_secrets_reach_the_workers(directory):
 
 
 AGENT = """
-import signal, sys
+import signal, sys, time
 from smalti.launch import agent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, start_processes
 
@@ -244,7 +244,7 @@ if __name__ == "__main__":
     envs = {local: {"RANK": str(3 + local)} for local in range(3)}
     ranks = start_processes("rank", sys.executable, {local: ("-c", rank) for local in envs}, envs, DefaultLogsSpecs())
     while ranks.wait(0) is None:
-        pass
+        time.sleep(0.01)
     handlers = ranks.subprocess_handlers
     ranks.close()
     print([handlers[local].proc.returncode for local in range(3)])

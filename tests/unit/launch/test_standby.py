@@ -13,6 +13,7 @@ import pytest
 
 from smalti.launch.standby import StandbyLauncher
 from smalti.system.process import PARENT_VARIABLE
+from support.forked_popen import ForkedPopen, run_forked
 
 MODULE = """
 import json, os, sys
@@ -39,6 +40,7 @@ def standby(tmp_path, monkeypatch):
     (tmp_path / "a_launcher.py").write_text(MODULE)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setenv("GONE", "by then")
+    monkeypatch.setattr(subprocess, "Popen", ForkedPopen)
     found = StandbyLauncher()
     yield found
     found.close()
@@ -87,7 +89,7 @@ def test_a_launch_that_is_refused_leaves_no_process_and_no_file(tmp_path):
     words += ["--max_train_steps=1", "--use_cpu", "--resume_from_checkpoint=step-00000007"]
     marked = {**os.environ, "MARK": str(tmp_path)}
     command = [sys.executable, "-m", "smalti", "train", *words]
-    refused = subprocess.run(command, env=marked, capture_output=True, text=True, check=False)
+    refused = run_forked(command, env=marked)
     assert (refused.returncode, refused.stdout) == (2, ""), refused.stderr
     assert refused.stderr.startswith("smalti: error: "), refused.stderr
     assert not (tmp_path / "run").exists()

@@ -1,10 +1,7 @@
 """--mixed_precision=auto: what a device computes natively, decided once for a run."""
 
 import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -21,9 +18,9 @@ from smalti.rundir.directory import RunDirectory
 from smalti.rundir.events import EventWriter
 from smalti.rundir.writer import prepare
 from smalti.types import DistributedPlan
+from support.forked_ranks import forked_processes
 
 DDP = DistributedPlan(name="ddp", title="DDP", parallel="smalti.training.ddp_parallel:DdpParallel", fallback=True)
-PRINT_NATIVE = "from smalti.parallel.devices import native_bf16; print(native_bf16('cpu').native)"
 LIMITS = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY")
 
 
@@ -33,6 +30,10 @@ def has_instructions() -> bool:
     if flags is None:
         pytest.skip("needs /proc/cpuinfo of an x86 processor")
     return bool({"avx512_bf16", "amx_bf16"} & set(flags.group(1).split()))
+
+
+def native_on_cpus() -> bool:
+    return native_bf16("cpu").native
 
 
 @pytest.fixture
@@ -54,16 +55,12 @@ def emulating(monkeypatch):
         ("ATEN_CPU_CAPABILITY", "avx2", False),
     ],
 )
-def test_bf16_is_native_where_onednn_may_use_its_instructions(variable, value, takes_away):
-    inherited = {name: text for name, text in os.environ.items() if name not in LIMITS}
-    done = subprocess.run(
-        [sys.executable, "-c", PRINT_NATIVE],
-        env={**inherited, variable: value},
-        check=True,
-        capture_output=True,
-        text=True,
-    )
-    assert done.stdout.strip() == str(has_instructions() and not takes_away)
+def test_bf16_is_native_where_onednn_may_use_its_instructions(monkeypatch, variable, value, takes_away):
+    for name in LIMITS:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv(variable, value)
+    with forked_processes(ranks=1, group=False) as process:  # which has not used oneDNN yet
+        assert process.run(native_on_cpus) == [has_instructions() and not takes_away]
 
 
 def test_auto_is_the_default_and_what_is_given_wins_over_the_device(configure, emulating, write):

@@ -24,6 +24,7 @@ from smalti.rundir.directory import RunDirectory, find_runs, watch_doubtful
 from smalti.rundir.writer import ATTEMPT_VARIABLE, RunWriter, acquire, join, prepare
 from smalti.system.process import Process
 from smalti.types import Checkpoint, Outcome, RunState, StepResult, StopReason, ValidationImage, ValidationResult
+from support.whole import some
 
 _RUN = """
 import sys, time
@@ -156,7 +157,10 @@ def test_processes_are_read_as_earlier_versions_wrote_them(tmp_path: Path) -> No
         assert (found and found.process, directory.status().condition) == (heartbeat and heartbeat.process, "running")
 
 
-@pytest.mark.parametrize("skew", [-1e9, -3600.0, -31.0, 0.0, 31.0, 3600.0, 1e9])
+SKEWS = (-1e9, -3600.0, -31.0, 0.0, 31.0, 3600.0, 1e9)
+
+
+@pytest.mark.parametrize("skew", some(SKEWS, -1e9, -31.0, 0.0, 3600.0))
 def test_a_run_on_another_host_is_judged_by_changes_of_its_heartbeat(tmp_path: Path, soon: None, skew: float) -> None:
     elsewhere(tmp_path, age=-skew)
     alive, dead = RunDirectory(tmp_path), RunDirectory(tmp_path)
@@ -165,6 +169,7 @@ def test_a_run_on_another_host_is_judged_by_changes_of_its_heartbeat(tmp_path: P
         deadline = time.monotonic() + 0.6
         while time.monotonic() < deadline:
             assert alive.status().condition == "running"
+            time.sleep(0.005)
     assert eventually(lambda: dead.status().condition == "stale")
 
 

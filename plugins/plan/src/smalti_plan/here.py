@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import cast
@@ -57,6 +58,9 @@ def device_name() -> str:
 
 def _probed() -> Mapping[str, object]:
     """Name and memory of the first accelerator; empty if there is none. Raises UserError for a driver that hangs or fails."""
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.accelerator.current_accelerator() is None:
+        return {}  # a build without accelerators: there is no driver to ask, and a process would take seconds
     child = run_in_child(_PROBE, seconds=_LIMIT)
     if child.state != "done":
         raise UserError(f"the accelerator cannot be asked for its name: {child.error}", fix="smalti doctor; or name a device")

@@ -52,13 +52,16 @@ class CommandSubject:
                 rest += [((*path, name), each) for name, each in _members(command).items()]
         return dict(sorted(found.items()))
 
+    def asked(self) -> dict[str, object]:
+        """What `smalti_testing.command_walk` is to call."""
+        return {"help": list(self.paths), "refused": [*((*path, UNKNOWN) for path in self.paths), *self.refused]}
+
     @cached_property
     def seen(self) -> dict[str, object]:
         """What `smalti_testing.command_walk` saw of these commands in a process of its own."""
-        refused = [(*path, UNKNOWN) for path in self.paths] + list(self.refused)
         done = subprocess.run(
             [sys.executable, "-m", "smalti_testing.command_walk"],
-            input=json.dumps({"help": list(self.paths), "refused": refused}),
+            input=json.dumps(self.asked()),
             env=environment_for(self.plugin),
             capture_output=True,
             text=True,

@@ -81,8 +81,9 @@ def _called_in(package: str) -> dict[str, list[str]]:
     """The files of a package that call hooks, by hook."""
     base, found = Path(str(files(package))), dict[str, list[str]]()
     for path in sorted(base.rglob("*.py")):
-        calls = [node for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))) if isinstance(node, ast.Call)]
-        for call in calls:
+        if HookSpecs.__name__ not in (source := path.read_text(encoding="utf-8")):
+            continue
+        for call in (node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)):
             if getattr(call.func, "attr", getattr(call.func, "id", "")) in _CALLS:
                 for each in call.args:
                     if isinstance(each, ast.Attribute) and ast.unparse(each.value) == HookSpecs.__name__:

@@ -16,8 +16,6 @@ from queue import SimpleQueue
 from types import ModuleType
 from typing import cast
 
-import torch.distributed as dist
-
 Order = tuple[str, str, str, tuple[object, ...], dict[str, object]]
 """Module, qualified name and file of a function, and its arguments."""
 
@@ -29,12 +27,15 @@ def main(descriptor: int, group: bool) -> None:
     orders: SimpleQueue[Order | None] = SimpleQueue()
     threading.Thread(target=_listen, args=(line, orders), daemon=True).start()
     if group:
+        import torch.distributed as dist  # which a function without a group may not need
+
         dist.init_process_group("gloo")
     line.send((None, ""))
     while (order := orders.get()) is not None:
         _send(line, _call(order))
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    joined = sys.modules.get("torch.distributed")  # by this or by a function
+    if joined is not None and joined.is_initialized():
+        joined.destroy_process_group()
 
 
 def _listen(line: Connection, orders: SimpleQueue[Order | None]) -> None:
