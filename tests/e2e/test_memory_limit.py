@@ -27,7 +27,8 @@ def test_the_choice_is_printed_and_kept_until_another_limit_is_given(launch, tmp
     assert choice(run) == chosen
     assert "steps 2 to 3" in resumed.output
 
-    own = launch(run, config=run / "config.toml", max_train_steps=4, train_batch_size=2, gradient_accumulation_steps=2, dry=True)
+    batches = {"train_batch_size": 2, "gradient_accumulation_steps": 2}
+    own = launch(run, config=run / "config.toml", max_train_steps=4, dry=True, **batches)
     assert own.code == 0, own.output
     assert "but for " in own.output
 
