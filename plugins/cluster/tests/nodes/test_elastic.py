@@ -88,6 +88,9 @@ def test_a_group_takes_back_a_node_that_waits_as_a_spare_and_loses_no_step(two_n
     assert states == ["starting", "running", "restarting", "restarting", "running", "stopped"]
 
 
+@only_whole(
+    "plugins/cluster/tests/nodes/test_elastic.py::test_a_group_takes_back_a_node_that_waits_as_a_spare_and_loses_no_step"
+)
 def test_a_stop_that_comes_while_a_group_saves_in_order_to_grow_stops_all_its_nodes(two_nodes, tmp_path):
     own = {node: {"nodes": "1:2", "rendezvous_timeout": 6} for node in (0, 1)}
     options = {**BATCH, "max_train_steps": 100_000, "env": probed("request:0:0")}
