@@ -68,7 +68,7 @@ check: lint
 test-gpu-day: $(VENV)/dev.done $(VENV)/compiled.done
 	TEST_CASES=whole $(TEST_ENV) $(BIN)/python -m pytest tests/bench/test_gpu_day.py tests/bench/test_cluster_day.py $(ARGS)
 
-# Losses of workers, nodes and drivers on a real Ray cluster, and its job server; `make test` has the shortest of them.
+# Losses of workers, nodes and drivers on a real Ray cluster, and its job server; in `make test` a node is lost to encoding alone.
 test-ray: $(VENV)/dev.done
 	$(PIP) "ray[default]"
 	TEST_CASES=whole $(TEST_ENV) $(BIN)/python -m pytest plugins/ray/tests $(ARGS)
