@@ -44,7 +44,7 @@ def test_a_hang_is_reported_with_stacks_and_the_rank_that_is_awaited_long_before
     options = {**ENDLESS, "num_processes": 2, "checkpoint_step_interval": 0}
     run = start(tmp_path / "run", **options, phase_deadlines=["training=6"], on_hang="stop")
     run.wait_for_step(1)
-    time.sleep(3 * EVERY_SECONDS)  # until each has told the other that it trains: what counts is the deadline of that phase
+    time.sleep(3 * EVERY_SECONDS)  # until each rank has published its phase, whose deadline counts
     stopped = run.workers()[1]
     stopped.send_signal(signal.SIGSTOP)
     code, output = run.wait()
